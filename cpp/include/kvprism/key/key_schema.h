@@ -1,0 +1,83 @@
+// The names of objects. One enumerator makes them for save, lookup and load (decision 3).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvprism/base/export.h"
+#include "kvprism/base/ids.h"
+#include "kvprism/group/projection.h"
+#include "kvprism/key/key_slots.h"
+
+namespace kvprism {
+
+// Block hashes of a request at granularity h: hash i stands for tokens [0, (i+1)*h). Opaque bytes of the engine.
+// Ownership: a view. All hashes have the same width of 16 to 64 bytes (R39).
+struct HashList {
+  const std::uint8_t* data = nullptr;
+  std::uint32_t count = 0;
+  std::uint32_t width = 0;  // bytes
+
+  std::span<const std::uint8_t> operator[](std::uint32_t at) const noexcept {
+    return {data + static_cast<std::size_t>(at) * width, width};
+  }
+};
+
+// What gives the bytes their meaning, beside the projection (R35). Each of them changes every key.
+struct KeyFacts {
+  std::string model;            // name or path; not empty
+  std::string model_revision;   // weights version; may be empty
+  std::string kv_quantization;  // e.g. "none", "fp8_per_tensor"
+  std::string hash_algorithm;   // e.g. "sha256_cbor"; not empty
+  bool hash_is_stable = true;   // false when two processes would hash alike tokens differently: refused (R38)
+
+  bool operator==(const KeyFacts&) const = default;
+};
+
+// Which of the ranks' shards a key names. A rank's own position in the parallel arrangement.
+struct RankPosition {
+  std::uint32_t tp = 0;
+  std::uint32_t pp = 0;
+  std::uint32_t pcp = 0;
+  std::uint32_t dcp = 0;
+
+  bool operator==(const RankPosition&) const = default;
+};
+
+// Schema `kvprism`:  kvp1/<namespace>/<fingerprint, 32 hex>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash, hex>
+// A namespace may hold letters, digits, '.', '_', '-', '@', '/' escaped as %XX otherwise; empty is "-".
+// Ownership: shares immutable state. Threads: const calls from any thread.
+class KVPRISM_API KeySchema {
+ public:
+  // Throws Error with all problems (empty model, hash_is_stable false, ...).
+  static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection, const KeyFacts& facts);
+
+  ~KeySchema();
+  KeySchema(const KeySchema&) = delete;
+  KeySchema& operator=(const KeySchema&) = delete;
+
+  const Projection& projection() const noexcept;
+  std::string_view name() const noexcept;           // "kvprism"
+  const std::string& fingerprint() const noexcept;  // 32 hex digits
+  const std::vector<DigestFact>& facts() const noexcept;  // what the fingerprint covers
+
+  // Positions whose shards must all exist for a group's chunk to count as present.
+  std::span<const RankPosition> shards(StoreIndex group) const noexcept;
+  // The position under which `rank` stores the group: itself, or the one that it shares with its replicas.
+  RankPosition shard_of(StoreIndex group, const RankPosition& rank) const noexcept;
+
+  // Appends one key. No allocation once the slot has its capacity. `hash` has the width of the request's HashList.
+  void append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
+                  std::span<const std::uint8_t> hash) const;
+
+ private:
+  struct Impl;
+  explicit KeySchema(std::unique_ptr<const Impl> impl);
+  std::unique_ptr<const Impl> impl_;
+};
+
+}  // namespace kvprism

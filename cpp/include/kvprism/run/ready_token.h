@@ -1,0 +1,69 @@
+// Proof that the bytes of a save are there: host memory already written, or a device event to ask (R12).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace kvprism {
+
+enum class ReadyState : std::uint8_t { kReady, kPending, kFailed };
+
+// Something that can be asked, without waiting, whether the writes before it have finished.
+// Threads: query() is called from the thread that pumps the worker.
+class ReadySource {
+ public:
+  virtual ~ReadySource() = default;
+  virtual ReadyState query() noexcept = 0;
+};
+
+// C functions of a device runtime, e.g. cudaEventQuery and cudaErrorNotReady: `query` answers 0 for done, `not_ready`
+// for not yet, anything else for an error. `destroy` may be null.
+struct DeviceEventApi {
+  int (*query)(void* event);
+  int not_ready;
+  void (*destroy)(void* event);
+};
+
+// There is no default: a save without a token does not compile.
+// Ownership: shares its source. Threads: value.
+class ReadyToken {
+ public:
+  // The caller has synchronised: the bytes are in memory now.
+  static ReadyToken host() noexcept { return ReadyToken(nullptr); }
+  // `event` was recorded after the writes; it is owned by the token when `api.destroy` is set.
+  static ReadyToken device_event(void* event, DeviceEventApi api) {
+    return ReadyToken(std::make_shared<EventSource>(event, api));
+  }
+  static ReadyToken source(std::shared_ptr<ReadySource> source) noexcept {
+    return ReadyToken(std::move(source));
+  }
+
+  ReadyState query() const noexcept { return source_ ? source_->query() : ReadyState::kReady; }
+
+ private:
+  class EventSource final : public ReadySource {
+   public:
+    EventSource(void* event, DeviceEventApi api) noexcept : event_(event), api_(api) {}
+    ~EventSource() override {
+      if (api_.destroy != nullptr) api_.destroy(event_);
+    }
+    EventSource(const EventSource&) = delete;
+    EventSource& operator=(const EventSource&) = delete;
+    ReadyState query() noexcept override {
+      const int answer = api_.query(event_);
+      if (answer == 0) return ReadyState::kReady;
+      return answer == api_.not_ready ? ReadyState::kPending : ReadyState::kFailed;
+    }
+
+   private:
+    void* event_;
+    DeviceEventApi api_;
+  };
+
+  explicit ReadyToken(std::shared_ptr<ReadySource> source) noexcept : source_(std::move(source)) {}
+
+  std::shared_ptr<ReadySource> source_;  // null: ready
+};
+
+}  // namespace kvprism

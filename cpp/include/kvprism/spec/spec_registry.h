@@ -1,0 +1,54 @@
+// The known kinds of cache. A registry is a value: adding a kind makes a new one, nothing global changes.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvprism/base/error.h"
+#include "kvprism/base/export.h"
+#include "kvprism/spec/cache_spec.h"
+#include "kvprism/spec/spec_traits.h"
+
+namespace kvprism {
+
+// Which payload a kind carries; a config with another one is refused.
+enum class PayloadKind : std::uint8_t { kAttention, kState, kRaw };
+
+struct SpecKind {
+  std::string name;
+  PayloadKind payload;
+  bool needs_sliding_window;  // the config must give `sliding_window`
+  bool dcp_sharded;           // decode context parallelism spreads its positions
+  // Traits of one spec of this kind. Total: never throws.
+  std::function<SpecTraits(const CacheSpec&)> traits;
+};
+
+// Ownership: shares an immutable table. Threads: immutable.
+class KVPRISM_API SpecRegistry {
+ public:
+  // full_attention, sliding_window, mamba, circular_buffer.
+  static SpecRegistry builtin();
+
+  // This registry and one more kind. Throws Error when the name is empty or taken.
+  SpecRegistry with(SpecKind kind) const;
+
+  // Null when unknown.
+  const SpecKind* find(std::string_view name) const noexcept;
+  std::vector<std::string_view> names() const;
+
+  // Adds every problem of `spec` to `problems`, with paths below `path`.
+  void check(const CacheSpec& spec, std::string_view path, ProblemList& problems) const;
+
+  // Throws Error that lists the known kinds.
+  SpecTraits traits_of(const CacheSpec& spec) const;
+
+ private:
+  struct Table;
+  explicit SpecRegistry(std::shared_ptr<const Table> table);
+  std::shared_ptr<const Table> table_;
+};
+
+}  // namespace kvprism
