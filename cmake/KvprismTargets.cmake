@@ -1,0 +1,36 @@
+# Flags every target of ours is compiled with. Never exported, never global.
+add_library(kvprism_flags INTERFACE)
+target_compile_features(kvprism_flags INTERFACE cxx_std_20)
+target_compile_options(kvprism_flags INTERFACE -Wall -Wextra $<$<BOOL:${KVPRISM_WERROR}>:-Werror>)
+target_compile_definitions(kvprism_flags INTERFACE $<$<CONFIG:Debug>:_GLIBCXX_ASSERTIONS>)
+
+if(KVPRISM_SANITIZE STREQUAL "address")
+  set(kvprism_sanitize -fsanitize=address,undefined)
+  target_compile_options(kvprism_flags INTERFACE -fno-sanitize-recover=undefined)
+elseif(KVPRISM_SANITIZE STREQUAL "thread")
+  set(kvprism_sanitize -fsanitize=thread)
+  # ThreadSanitizer does not model fences; g++ says so at every use.
+  target_compile_options(kvprism_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-tsan>)
+else()
+  set(kvprism_sanitize "")
+endif()
+if(kvprism_sanitize)
+  target_compile_options(kvprism_flags INTERFACE ${kvprism_sanitize} -fno-omit-frame-pointer)
+  target_link_options(kvprism_flags INTERFACE ${kvprism_sanitize})
+endif()
+if(KVPRISM_BUILD_FUZZ)
+  target_compile_options(kvprism_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()
+
+# Settings common to all targets that a user never links by name.
+function(kvprism_target_defaults target)
+  set_target_properties(
+    ${target}
+    PROPERTIES
+      CXX_EXTENSIONS OFF
+      CXX_VISIBILITY_PRESET hidden
+      VISIBILITY_INLINES_HIDDEN ON
+      POSITION_INDEPENDENT_CODE ON
+  )
+  target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:kvprism_flags>)
+endfunction()
