@@ -96,6 +96,12 @@ class KVPRISM_API ObjectIndex {
   virtual CloseReport close_index(Duration budget) = 0;
 };
 
+// Called from any thread when a completion may be ready; must not block and must not call the store.
+struct Wakeup {
+  void (*call)(void* context) = nullptr;
+  void* context = nullptr;
+};
+
 struct StoreCapabilities {
   std::string name;                      // e.g. "mooncake 0.3.13.post1 tcp"
   std::uint32_t max_segments_per_call;   // items times segments; 0 = no limit
@@ -122,6 +128,9 @@ class KVPRISM_API ObjectStore {
                          Instant deadline) = 0;
   virtual bool start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                          Instant deadline) = 0;
+
+  // Set before the first start, for whoever would otherwise poll in a loop. A store that has no threads ignores it.
+  virtual void set_wakeup(Wakeup) {}
 
   // Fills the next completion; false when there is none at `now`.
   virtual bool poll_store(Instant now, Completion& out) = 0;

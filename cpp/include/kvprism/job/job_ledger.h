@@ -1,0 +1,83 @@
+// The life of jobs over all ranks: outcome, quiet, deadlines and the block references they hold (decision 5).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kvprism/base/export.h"
+#include "kvprism/base/ids.h"
+#include "kvprism/run/instant.h"
+#include "kvprism/wire/step_plan.h"
+#include "kvprism/wire/worker_report.h"
+
+namespace kvprism {
+
+struct LedgerOptions {
+  std::uint32_t ranks = 1;                    // 1..64
+  Duration quarantine_after = seconds(120);   // from the outcome; unquiet longer: blocks go to quarantine
+};
+
+// What has become final. A job appears at most once in each of the two lists.
+struct JobEvent {
+  JobId job{};
+  RequestId request{};
+  JobKind kind{};
+  JobOutcome outcome{};              // merged over the ranks: the worst
+  bool quarantined = false;          // for quiet events: was in quarantine before
+  std::uint64_t bytes = 0;           // over all ranks
+  std::uint32_t objects = 0;
+  std::uint32_t duplicates = 0;
+  std::vector<FailedChunk> failed;   // of any rank, sorted, unique
+  std::vector<BlockId> blocks;       // references to return, for quiet events
+};
+
+struct LedgerCounters {
+  std::uint64_t started = 0;
+  std::uint64_t outcomes = 0;
+  std::uint64_t quiets = 0;
+  std::uint64_t expired = 0;             // by the ledger's own deadline: a rank did not answer
+  std::uint64_t quarantined = 0;         // jobs that ever entered quarantine
+  std::uint64_t duplicate_notices = 0;   // second outcome or quiet of a rank for a job
+  std::uint64_t unknown_notices = 0;     // job not known (any more), or rank out of range
+  std::uint64_t alive = 0;
+  std::uint64_t blocks_held = 0;
+  std::uint64_t blocks_in_quarantine = 0;
+};
+
+// Used by the store and the peer scheduler alike.
+// Ownership: value. Threads: one, the scheduler's. Errors: none; odd notices are counted and harmless (R11).
+class KVPRISM_API JobLedger {
+ public:
+  explicit JobLedger(const LedgerOptions& options);
+  ~JobLedger();
+  JobLedger(JobLedger&&) noexcept;
+  JobLedger& operator=(JobLedger&&) noexcept;
+
+  // A new job that holds one reference on each of `blocks` until it is quiet on every rank.
+  // At `deadline` it gets the outcome kExpired if a rank has not given one.
+  JobId start(JobKind kind, RequestId request, std::span<const BlockId> blocks, Instant deadline);
+
+  // One rank's notice. The failed chunks are those of `report`.
+  void notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now);
+
+  // Expires outcomes and moves jobs to quarantine.
+  void advance(Instant now);
+
+  // The next job whose outcome became final / that became quiet; false when there is none. Outcome comes first.
+  bool take_outcome(JobEvent& out);
+  bool take_quiet(JobEvent& out);
+  // Jobs that entered quarantine since the last call, each once. Their blocks stay held.
+  bool take_quarantined(JobEvent& out);
+
+  bool alive(JobId job) const noexcept;
+  std::size_t size() const noexcept;
+  LedgerCounters counters() const noexcept;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvprism

@@ -1,0 +1,82 @@
+// The rank's side of the store: turns plans into calls on an object store and tells outcome and quiet.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "kvprism/base/error.h"
+#include "kvprism/base/export.h"
+#include "kvprism/base/ids.h"
+#include "kvprism/io/object_store.h"
+#include "kvprism/key/key_schema.h"
+#include "kvprism/layout/segment_map.h"
+#include "kvprism/run/instant.h"
+#include "kvprism/run/ready_token.h"
+#include "kvprism/wire/step_plan.h"
+#include "kvprism/wire/worker_report.h"
+
+namespace kvprism {
+
+struct StoreWorkerOptions {
+  Rank rank{};
+  RankPosition position;
+  std::uint32_t max_segments_per_call = 512;          // small calls keep the time to quiet small (decision 5)
+  std::uint64_t max_bytes_per_call = 64ull << 20;
+  std::uint32_t max_gets_in_flight = 4;               // calls
+  std::uint32_t max_puts_in_flight = 2;
+  std::uint32_t max_queued_plans = 1024;              // submitted, not yet seen by pump
+};
+
+// Why a plan was not taken. Its jobs are reported failed and quiet.
+struct SubmitResult {
+  bool accepted = true;
+  std::string refusal;  // names the field, both values and what was expected
+};
+
+struct StoreWorkerCounters {
+  std::uint64_t plans = 0;
+  std::uint64_t plans_refused = 0;
+  std::uint64_t jobs = 0;
+  std::uint64_t gets = 0;          // calls
+  std::uint64_t puts = 0;
+  std::uint64_t segments = 0;      // moved or tried
+  std::uint64_t bytes_stored = 0;
+  std::uint64_t bytes_fetched = 0;
+  std::uint64_t jobs_alive = 0;    // known here, not quiet
+  std::uint64_t unquiet_calls = 0; // ended, native code may still touch memory
+};
+
+// Ownership: shares schema, map and store; the memory of the map must stay mapped until close() says that nothing is
+// unquiet. Threads: submit and poll from any thread; pump and close from one.
+class KVPRISM_API StoreWorker {
+ public:
+  // Registers the map's regions with the store. Throws Error.
+  StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
+              std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options);
+  ~StoreWorker();
+  StoreWorker(const StoreWorker&) = delete;
+  StoreWorker& operator=(const StoreWorker&) = delete;
+
+  // Copies the plan. Saves start when `ready` says so (R12); a token that never fires expires them.
+  SubmitResult submit(const StepPlanView& plan, ReadyToken ready);
+  SubmitResult submit(std::span<const std::byte> encoded_plan, ReadyToken ready);
+
+  // Replaces `out` by everything that has happened since the last call; false when nothing has.
+  bool poll(WorkerReport& out);
+
+  // Starts calls and takes completions, without waiting. True when something moved.
+  bool pump(Instant now);
+
+  // Nothing new is started; what has not started is cancelled; waits at most `budget` for the rest.
+  CloseReport close(Instant now, Duration budget);
+
+  StoreWorkerCounters counters() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvprism
