@@ -1,0 +1,51 @@
+# `make help` lists the targets. demo and test need nothing but Debian 12, root and a network.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+FUZZ_SECONDS ?= 60
+SOAK_ARGS ?= --soak
+
+.PHONY: help setup build demo test test-asan test-tsan test-mutants lint format bench fuzz soak clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
+	  while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
+
+setup: ## Install what is missing and build once
+	@bash scripts/setup.sh
+
+build: setup ## Bring build/release up to date with the sources
+	@bash scripts/build.sh
+
+demo: build ## Run the demonstration
+	@.venv/bin/kvprism demo
+
+test: build ## C++ and Python tests
+	@bash scripts/test.sh $(PYTEST_ARGS)
+
+test-asan: ## C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	@bash scripts/sanitize.sh asan
+
+test-tsan: ## C++ tests with ThreadSanitizer
+	@bash scripts/sanitize.sh tsan
+
+test-mutants: build ## Does the test suite notice deliberate mistakes?
+	@$(PYTHON) tests/mutants/run.py $(MUTANT_ARGS)
+
+lint: setup ## Formats, types, spelling, rooms
+	@bash scripts/lint.sh
+
+format: setup ## Rewrite sources into the project's format
+	@bash scripts/format.sh
+
+bench: ## C++ benchmarks; BENCH_ARGS go to each program
+	@bash scripts/bench.sh $(BENCH_ARGS)
+
+fuzz: ## Fuzz for FUZZ_SECONDS (60)
+	@bash scripts/fuzz.sh $(FUZZ_SECONDS)
+
+soak: build ## The simulation, for long; SOAK_ARGS go to it
+	@build/release/tests/kvprism_simulation $(SOAK_ARGS)
+
+clean: ## Remove build trees and the virtual environment
+	@rm -rf build .venv dist python/kvprism/_core.pyi .pytest_cache .mypy_cache .ruff_cache .hypothesis
