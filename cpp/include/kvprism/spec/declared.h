@@ -17,6 +17,11 @@ class Declared {
   constexpr const T* operator->() const noexcept { return &value_; }
 
   friend constexpr bool operator==(const Declared& a, const Declared& b) { return a.value_ == b.value_; }
+  // Without it `traits.hit == HitRule::kNever` is ambiguous between two conversions.
+  template <class U>
+  friend constexpr bool operator==(const Declared& a, const U& b) {
+    return a.value_ == b;
+  }
 
  private:
   T value_;
