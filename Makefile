@@ -35,8 +35,8 @@ test-mutants: build ## Does the test suite notice deliberate mistakes?
 lint: setup ## Formats, types, spelling, rooms
 	@bash scripts/lint.sh
 
-format: setup ## Rewrite sources into the project's format
-	@bash scripts/format.sh
+format: setup ## Rewrite sources, or FILES, into the project's format
+	@bash scripts/format.sh $(FILES)
 
 bench: ## C++ benchmarks; BENCH_ARGS go to each program
 	@bash scripts/bench.sh $(BENCH_ARGS)
@@ -45,7 +45,7 @@ fuzz: ## Fuzz for FUZZ_SECONDS (60)
 	@bash scripts/fuzz.sh $(FUZZ_SECONDS)
 
 soak: build ## The simulation, for long; SOAK_ARGS go to it
-	@build/release/tests/kvprism_simulation $(SOAK_ARGS)
+	@build/release/bin/kvprism_simulation $(SOAK_ARGS)
 
 clean: ## Remove build trees and the virtual environment
 	@rm -rf build .venv dist python/kvprism/_core.pyi .pytest_cache .mypy_cache .ruff_cache .hypothesis

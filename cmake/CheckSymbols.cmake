@@ -7,14 +7,15 @@ execute_process(
 )
 string(REGEX REPLACE ";" "," defined "${defined}")
 string(REGEX MATCHALL "[^\n]+" lines "${defined}")
+set(
+  prefix
+  "(typeinfo|typeinfo name|vtable|VTT|guard variable) for |(non-virtual|virtual) thunk to "
+)
+set(ours "^(${prefix})?kvprism(::|_)")
 set(foreign "")
 foreach(line IN LISTS lines)
   string(REGEX REPLACE "^[0-9a-f]* +[A-Za-z] +" "" symbol "${line}")
-  if(
-    NOT symbol
-      MATCHES
-      "^((typeinfo|typeinfo name|vtable|VTT|guard variable) for |(non-virtual|virtual) thunk to )?kvprism(::|_)"
-  )
+  if(NOT symbol MATCHES "${ours}")
     list(APPEND foreign "${symbol}")
   endif()
 endforeach()
@@ -24,10 +25,17 @@ execute_process(
   OUTPUT_VARIABLE undefined
   COMMAND_ERROR_IS_FATAL ANY
 )
-string(REGEX MATCHALL " (std::cout|printf|puts|putchar|exit|_exit)(@[^\n]*)?\n" unwanted "${undefined}")
+string(
+  REGEX MATCHALL " (std::cout|printf|puts|putchar|exit|_exit)(@[^\n]*)?\n"
+  unwanted
+  "${undefined}"
+)
 
 if(foreign OR unwanted)
   list(JOIN foreign "\n  " foreign)
   list(JOIN unwanted "  " unwanted)
-  message(FATAL_ERROR "Foreign symbols exported:\n  ${foreign}\nUnwanted symbols used:\n  ${unwanted}")
+  message(
+    FATAL_ERROR
+    "Foreign symbols exported:\n  ${foreign}\nUnwanted symbols used:\n  ${unwanted}"
+  )
 endif()

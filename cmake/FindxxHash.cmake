@@ -3,7 +3,11 @@ find_path(xxHash_INCLUDE_DIR NAMES xxhash.h)
 mark_as_advanced(xxHash_INCLUDE_DIR)
 
 if(xxHash_INCLUDE_DIR)
-  file(STRINGS "${xxHash_INCLUDE_DIR}/xxhash.h" xxHash_lines REGEX "#[ ]*define XXH_VERSION_(MAJOR|MINOR|RELEASE) ")
+  file(
+    STRINGS "${xxHash_INCLUDE_DIR}/xxhash.h"
+    xxHash_lines
+    REGEX "#[ ]*define XXH_VERSION_(MAJOR|MINOR|RELEASE) "
+  )
   string(REGEX REPLACE ".*XXH_VERSION_MAJOR +([0-9]+).*" "\\1" xxHash_major "${xxHash_lines}")
   string(REGEX REPLACE ".*XXH_VERSION_MINOR +([0-9]+).*" "\\1" xxHash_minor "${xxHash_lines}")
   string(REGEX REPLACE ".*XXH_VERSION_RELEASE +([0-9]+).*" "\\1" xxHash_release "${xxHash_lines}")

@@ -14,11 +14,7 @@ if(TARGET kvprism_mooncake_probe)
   install(TARGETS kvprism_mooncake_probe RUNTIME DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 endif()
 
-install(
-  EXPORT kvprismTargets
-  NAMESPACE kvprism::
-  DESTINATION "${kvprism_cmake_dir}"
-)
+install(EXPORT kvprismTargets NAMESPACE kvprism:: DESTINATION "${kvprism_cmake_dir}")
 configure_package_config_file(
   "${PROJECT_SOURCE_DIR}/cmake/kvprismConfig.cmake.in"
   "${PROJECT_BINARY_DIR}/kvprismConfig.cmake"

@@ -19,7 +19,10 @@ set(KVPRISM_SANITIZE "" CACHE STRING "Sanitizers: empty, address (with undefined
 set_property(CACHE KVPRISM_SANITIZE PROPERTY STRINGS "" address thread)
 
 if(NOT KVPRISM_SANITIZE MATCHES "^(|address|thread)$")
-  message(FATAL_ERROR "KVPRISM_SANITIZE is '${KVPRISM_SANITIZE}'; expected address, thread or empty")
+  message(
+    FATAL_ERROR
+    "KVPRISM_SANITIZE is '${KVPRISM_SANITIZE}'; expected address, thread or empty"
+  )
 endif()
 
 if(PROJECT_IS_TOP_LEVEL)

@@ -12,7 +12,7 @@ cmake --preset bench >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
 cmake --build --preset bench --parallel "$JOBS"
 
 shopt -s nullglob
-for program in build/bench/benchmarks/*; do
+for program in build/bench/bin/*; do
   name="$(basename "$program")"
   say "$name"
   "$program" --benchmark_out="build/bench/results/$name.json" --benchmark_out_format=json "$@"

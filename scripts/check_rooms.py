@@ -55,17 +55,21 @@ ORACLE = "content_oracle"
 ORACLE_FORBIDDEN = ("key", "hit", "layout", "wire")
 
 STD_HEADERS = frozenset(
-    """
-    algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat charconv chrono
-    cinttypes climits clocale cmath compare complex concepts condition_variable coroutine csetjmp
-    csignal cstdarg cstddef cstdint cstdio cstdlib cstring ctime cuchar cwchar cwctype deque exception
-    execution filesystem forward_list fstream functional future initializer_list iomanip ios iosfwd
-    iostream istream iterator latch limits list locale map memory memory_resource mutex new numbers
-    numeric optional ostream queue random ranges ratio regex scoped_allocator semaphore set
-    shared_mutex source_location span sstream stack stdexcept stop_token streambuf string string_view
-    syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map unordered_set
-    utility valarray variant vector version
-    """.split()
+    re.findall(
+        r"\w+",
+        """
+        algorithm any array atomic barrier bit bitset cassert cctype cerrno cfenv cfloat
+        charconv chrono cinttypes climits clocale cmath compare complex concepts
+        condition_variable coroutine csetjmp csignal cstdarg cstddef cstdint cstdio cstdlib
+        cstring ctime cuchar cwchar cwctype deque exception execution filesystem forward_list
+        fstream functional future initializer_list iomanip ios iosfwd iostream istream iterator
+        latch limits list locale map memory memory_resource mutex new numbers numeric optional
+        ostream queue random ranges ratio regex scoped_allocator semaphore set shared_mutex
+        source_location span sstream stack stdexcept stop_token streambuf string string_view
+        syncstream system_error thread tuple type_traits typeindex typeinfo unordered_map
+        unordered_set utility valarray variant vector version
+        """,
+    )
 )
 
 
@@ -190,9 +194,9 @@ def check_world(tree: Tree) -> Iterator[str]:
             continue
         for number, line in enumerate(strip(text, strings=True).splitlines(), 1):
             for what, pattern in WORLD:
-                match = pattern.search(line)
-                if match:
-                    yield f"{tree.where(path, number)}: {what} ({match.group(0).strip()}) in {room}/"
+                if match := pattern.search(line):
+                    found = match.group(0).strip()
+                    yield f"{tree.where(path, number)}: {what} ({found}) in {room}/"
 
 
 def check_pragma_once(tree: Tree) -> Iterator[str]:

@@ -1,4 +1,4 @@
-# Sourced by the other scripts: paths and the check for system packages.
+# Sourced by the other scripts: paths, messages, the check for system packages, lists of files.
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 BUILD="$ROOT/build/release"
@@ -12,41 +12,69 @@ die() {
   exit 2
 }
 
-# missing_packages NAME...: prints those that are not installed.
-missing_packages() {
-  local name
-  for name in "$@"; do
-    if [ "$(dpkg-query -W -f='${db:Status-Status}' "$name" 2>/dev/null)" != installed ]; then
-      printf '%s\n' "$name"
-    fi
-  done
+# One build at a time in build/release; held until the script ends.
+lock_build() {
+  mkdir -p "$ROOT/build"
+  exec 9>"$ROOT/build/.lock"
+  flock 9
+}
+
+has_library() { /sbin/ldconfig -p 2>/dev/null | grep -q "[[:space:]]$1 "; }
+
+# has_package NAME: is the Debian package, or what we want from it, present?
+has_package() {
+  case "$1" in
+    g++ | cmake | make | ccache | valgrind) command -v "$1" >/dev/null && return 0 ;;
+    ninja-build) command -v ninja >/dev/null && return 0 ;;
+    clang-19) command -v clang++-19 >/dev/null && return 0 ;;
+    iproute2) command -v ip >/dev/null && return 0 ;;
+    libibverbs1) has_library libibverbs.so.1 && return 0 ;;
+    libnuma1) has_library libnuma.so.1 && return 0 ;;
+    libcurl4) has_library libcurl.so.4 && return 0 ;;
+  esac
+  if ! command -v dpkg-query >/dev/null; then
+    return 0 # not a Debian: CMake will say what is missing
+  fi
+  [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
 }
 
 # need_packages NAME...: installs what is missing, or names it and ends with status 2.
 need_packages() {
-  if ! command -v dpkg-query >/dev/null; then
-    echo "kvprism: no dpkg here, system packages are not checked ($*)" >&2
+  local name log
+  local missing=()
+  for name in "$@"; do
+    has_package "$name" || missing+=("$name")
+  done
+  if [ "${#missing[@]}" = 0 ]; then
     return 0
   fi
-  local missing
-  missing="$(missing_packages "$@" | tr '\n' ' ')"
-  missing="${missing% }"
-  if [ -z "$missing" ]; then
-    return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    die "missing system packages: ${missing[*]} (as root: apt-get install -y ${missing[*]})"
   fi
-  if [ "$(id -u)" != 0 ]; then
-    die "missing system packages; as root: apt-get install -y --no-install-recommends $missing"
-  fi
-  say "Installing system packages: $missing"
-  local log
+  say "Installing system packages: ${missing[*]}"
   log="$(mktemp)"
-  # shellcheck disable=SC2086
   if ! { apt-get update -qq &&
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing; } \
-    >"$log" 2>&1; then
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      "${missing[@]}"; } >"$log" 2>&1 </dev/null; then
     tail -n 20 "$log" >&2
     rm -f "$log"
-    die "could not install: $missing"
+    die "could not install: ${missing[*]}"
   fi
   rm -f "$log"
+}
+
+# tracked GLOB...: names of the project's files that match, each ended by a NUL. Works without git.
+tracked() {
+  if git -C "$ROOT" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+    git -C "$ROOT" ls-files -z --cached --others --exclude-standard -- "$@" |
+      while IFS= read -r -d '' name; do
+        if [ -f "$ROOT/$name" ]; then printf '%s\0' "$name"; fi
+      done
+    return 0
+  fi
+  local glob
+  for glob in "$@"; do
+    (cd "$ROOT" && find . \( -name .git -o -name .venv -o -name build -o -name '.*_cache' \) -prune \
+      -o -type f -name "$glob" -printf '%P\0')
+  done
 }

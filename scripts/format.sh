@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# Rewrites C++, CMake and Python sources into the project's format.
+# format.sh [FILE...]: rewrites C++, CMake and Python sources, all or those named, into the
+# project's format.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 export PATH="$VENV/bin:$PATH"
-tracked() { git ls-files -z --cached --others --exclude-standard -- "$@"; }
 
-tracked '*.h' '*.cpp' | xargs -0 -r clang-format -i
-tracked '*CMakeLists.txt' '*.cmake' ':!cmake/sources.cmake' | xargs -0 -r gersemi --in-place --no-warn-about-unknown-commands
-ruff format .
-ruff check --fix .
+list() {
+  if [ "${#files[@]}" = 0 ]; then
+    tracked '*'
+  else
+    printf '%s\0' "${files[@]}"
+  fi
+}
+
+files=("$@")
+list | grep -zE '\.(h|cpp)$' | xargs -0 -r clang-format -i
+list | grep -zE '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --in-place
+list | grep -zE '\.py$' | xargs -0 -r ruff check --quiet --fix
+list | grep -zE '\.py$' | xargs -0 -r ruff format --quiet

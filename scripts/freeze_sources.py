@@ -46,7 +46,8 @@ def source_files() -> list[str]:
 def render(files: list[str]) -> str:
     lines = [
         "# Written by scripts/freeze_sources.py; run it again after adding or removing a file.",
-        "set(KVPRISM_SOURCES",
+        "set(",
+        "  KVPRISM_SOURCES",
         *(f"  {file}" for file in files),
         ")",
     ]

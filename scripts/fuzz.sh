@@ -13,7 +13,7 @@ cmake --preset fuzz >build/fuzz.log 2>&1 || { cat build/fuzz.log; exit 1; }
 cmake --build --preset fuzz --parallel "$JOBS"
 
 shopt -s nullglob
-targets=(build/fuzz/fuzz/*)
+targets=(build/fuzz/bin/*)
 if [ "${#targets[@]}" = 0 ]; then
   echo "no fuzz targets"
   exit 0
@@ -32,5 +32,5 @@ for target in "${targets[@]}"; do
   done
   "$target" -max_total_time="$share" -print_final_stats=1 -artifact_prefix="fuzz-artifacts/$name-" \
     -rss_limit_mb=2048 -timeout=10 "build/fuzz/corpus/$name" "${seeds[@]}" 2>&1 |
-    grep -v -E '^#[0-9]+\s+(NEW|REDUCE|RELOAD)' 
+    grep -v -E '^#[0-9]+\s+(NEW|REDUCE|RELOAD)'
 done

@@ -5,14 +5,11 @@ set -euo pipefail
 cd "$ROOT"
 export PATH="$VENV/bin:$PATH"
 
-tracked() { git ls-files -z --cached --others --exclude-standard -- "$@"; }
-
 status=0
 check() {
-  local title="$1"
+  local title="$1" output
   shift
-  printf '%-18s' "$title"
-  local output
+  printf '%-14s' "$title"
   if output="$("$@" 2>&1)"; then
     echo ok
   else
@@ -22,20 +19,19 @@ check() {
   fi
 }
 
-cpp_format() { tracked '*.h' '*.cpp' | xargs -0 -r clang-format --dry-run -Werror; }
-cmake_format() {
-  tracked '*CMakeLists.txt' '*.cmake' ':!cmake/sources.cmake' | xargs -0 -r gersemi --check --no-warn-about-unknown-commands
+cpp_format() {
+  tracked '*' | grep -zE '\.(h|cpp)$' | xargs -0 -r clang-format --dry-run -Werror --ferror-limit=5
 }
-spelling() { tracked ':!LICENSE' ':!tests/fuzz/corpus' | xargs -0 -r codespell; }
+cmake_format() { tracked '*' | grep -zE '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --check; }
+spelling() { tracked '*' | xargs -0 -r codespell; }
+types() { compgen -G 'python/kvprism/*.py' >/dev/null || return 0; mypy; }
 
 check clang-format cpp_format
 check gersemi cmake_format
-check "ruff check" ruff check .
-check "ruff format" ruff format --check .
-if [ -n "$(tracked 'python/kvprism/*.py')" ]; then
-  check mypy mypy
-fi
+check ruff ruff check --quiet .
+check "ruff format" ruff format --check --quiet .
+check mypy types
 check codespell spelling
 check rooms python scripts/check_rooms.py
-check "source list" python scripts/freeze_sources.py --check
+check sources python scripts/freeze_sources.py --check
 exit "$status"

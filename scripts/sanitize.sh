@@ -7,8 +7,9 @@ preset="$1"
 need_packages g++ cmake ninja-build ccache libfmt-dev nlohmann-json3-dev libxxhash-dev libgtest-dev \
   libgmock-dev
 
+mkdir -p build
 say "Building build/$preset"
-cmake --preset "$preset" >"$ROOT/build/$preset.log" 2>&1 || { cat "$ROOT/build/$preset.log"; exit 1; }
+cmake --preset "$preset" >"build/$preset.log" 2>&1 || { cat "build/$preset.log"; exit 1; }
 cmake --build --preset "$preset" --parallel "$JOBS"
 
 say "C++ tests with $preset"
