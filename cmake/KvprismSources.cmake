@@ -3,7 +3,10 @@
 #
 # While cmake/sources.cmake exists, it is the list of all source files, and only files named there
 # are built; scripts/freeze_sources.py writes and checks it. Without it the tree itself is the list.
-include("${CMAKE_CURRENT_LIST_DIR}/sources.cmake" OPTIONAL RESULT_VARIABLE KVPRISM_SOURCES_FILE)
+file(GLOB KVPRISM_SOURCES_FILE CONFIGURE_DEPENDS "${CMAKE_CURRENT_LIST_DIR}/sources.cmake")
+if(KVPRISM_SOURCES_FILE)
+  include("${KVPRISM_SOURCES_FILE}")
+endif()
 
 function(kvprism_sources out directory suffix)
   if(KVPRISM_SOURCES_FILE)
