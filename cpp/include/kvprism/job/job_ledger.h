@@ -25,6 +25,7 @@ struct JobEvent {
   RequestId request{};
   JobKind kind{};
   JobOutcome outcome{};              // merged over the ranks: the worst
+  bool whole = false;                // no chunk can be counted on: a rank failed as a whole, or did not answer
   bool quarantined = false;          // for quiet events: was in quarantine before
   std::uint64_t bytes = 0;           // over all ranks
   std::uint32_t objects = 0;
@@ -39,6 +40,7 @@ struct LedgerCounters {
   std::uint64_t quiets = 0;
   std::uint64_t expired = 0;             // by the ledger's own deadline: a rank did not answer
   std::uint64_t quarantined = 0;         // jobs that ever entered quarantine
+  std::uint64_t late_notices = 0;        // a rank's outcome after the job had expired here
   std::uint64_t duplicate_notices = 0;   // second outcome or quiet of a rank for a job
   std::uint64_t unknown_notices = 0;     // job not known (any more), or rank out of range
   std::uint64_t alive = 0;

@@ -26,7 +26,7 @@ struct StoreWorkerOptions {
   std::uint64_t max_bytes_per_call = 64ull << 20;
   std::uint32_t max_gets_in_flight = 4;               // calls
   std::uint32_t max_puts_in_flight = 2;
-  std::uint32_t max_queued_plans = 1024;              // submitted, not yet seen by pump
+  std::uint32_t max_queued_jobs = 65536;              // submitted, not yet seen by pump
 };
 
 // Why a plan was not taken. Its jobs are reported failed and quiet.

@@ -95,6 +95,9 @@ KVPRISM_API void encode(const StepPlanView& plan, std::vector<std::byte>& out);
 // truncated, trailing bytes, a run outside its arrays, a null or negative block id.
 KVPRISM_API StepPlanView decode_plan(std::span<const std::byte> bytes);
 
+// What decode_plan proves, for a plan that was never encoded. Throws the same errors.
+KVPRISM_API void check_plan(const StepPlanView& plan);
+
 // The (epoch, job ids) of a plan that decode_plan refuses, as far as they can be read safely: they are reported failed.
 struct PlanOutline {
   std::uint64_t epoch = 0;

@@ -1,0 +1,237 @@
+#include "kvprism/job/job_ledger.h"
+
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <queue>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+namespace kvprism {
+namespace {
+
+int severity(JobOutcome outcome) noexcept {
+  switch (outcome) {
+    case JobOutcome::kNone:
+      return 0;
+    case JobOutcome::kOk:
+      return 1;
+    case JobOutcome::kPartial:
+      return 2;
+    case JobOutcome::kExpired:
+      return 3;
+    case JobOutcome::kCancelled:
+      return 4;
+    case JobOutcome::kFailed:
+      return 5;
+  }
+  return 5;
+}
+
+auto order(const FailedChunk& chunk) noexcept { return std::tuple(raw(chunk.group), chunk.chunk, chunk.status); }
+
+struct Job {
+  RequestId request{};
+  JobKind kind{};
+  JobOutcome outcome = JobOutcome::kNone;
+  std::uint64_t outcome_ranks = 0;  // one bit per rank
+  std::uint64_t quiet_ranks = 0;
+  bool whole = false;
+  bool final = false;               // the outcome is decided
+  bool quarantined = false;
+  bool quiet_queued = false;
+  std::uint64_t bytes = 0;
+  std::uint32_t objects = 0;
+  std::uint32_t duplicates = 0;
+  std::vector<FailedChunk> failed;
+  std::vector<BlockId> blocks;
+};
+
+struct Alarm {
+  Instant at;
+  JobId job{};
+  bool operator>(const Alarm& other) const noexcept {
+    return std::tuple(at.ns, raw(job)) > std::tuple(other.at.ns, raw(other.job));
+  }
+};
+using Alarms = std::priority_queue<Alarm, std::vector<Alarm>, std::greater<>>;
+
+}  // namespace
+
+struct JobLedger::Impl {
+  LedgerOptions options;
+  std::uint64_t all_ranks;
+  std::uint64_t next_id = 1;
+  std::unordered_map<std::uint64_t, Job> jobs;
+  Alarms deadlines;
+  Alarms quarantines;
+  std::deque<JobId> outcomes;
+  std::deque<JobId> quiets;
+  std::deque<JobId> quarantined;
+  LedgerCounters counters;
+
+  Job* find(JobId id) {
+    const auto it = jobs.find(raw(id));
+    return it == jobs.end() ? nullptr : &it->second;
+  }
+
+  void settle(JobId id, Job& job, Instant now) {
+    job.final = true;
+    std::sort(job.failed.begin(), job.failed.end(),
+              [](const FailedChunk& a, const FailedChunk& b) { return order(a) < order(b); });
+    const auto same_chunk = [](const FailedChunk& a, const FailedChunk& b) {
+      return a.group == b.group && a.chunk == b.chunk;
+    };
+    job.failed.erase(std::unique(job.failed.begin(), job.failed.end(), same_chunk), job.failed.end());
+    ++counters.outcomes;
+    outcomes.push_back(id);
+    if (job.quiet_ranks != all_ranks) quarantines.push({now + options.quarantine_after, id});
+    queue_quiet(id, job);
+  }
+
+  void queue_quiet(JobId id, Job& job) {
+    if (!job.final || job.quiet_queued || job.quiet_ranks != all_ranks) return;
+    job.quiet_queued = true;
+    quiets.push_back(id);
+  }
+
+  void describe(JobId id, const Job& job, JobEvent& out) const {
+    out.job = id;
+    out.request = job.request;
+    out.kind = job.kind;
+    out.outcome = job.outcome;
+    out.whole = job.whole;
+    out.quarantined = job.quarantined;
+    out.bytes = job.bytes;
+    out.objects = job.objects;
+    out.duplicates = job.duplicates;
+    out.failed.clear();
+    out.blocks.clear();
+  }
+};
+
+JobLedger::JobLedger(const LedgerOptions& options) : impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+  impl_->all_ranks = options.ranks >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << options.ranks) - 1;
+}
+JobLedger::~JobLedger() = default;
+JobLedger::JobLedger(JobLedger&&) noexcept = default;
+JobLedger& JobLedger::operator=(JobLedger&&) noexcept = default;
+
+JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId> blocks, Instant deadline) {
+  const JobId id{impl_->next_id++};
+  Job& job = impl_->jobs[raw(id)];
+  job.request = request;
+  job.kind = kind;
+  job.blocks.assign(blocks.begin(), blocks.end());
+  impl_->deadlines.push({deadline, id});
+  ++impl_->counters.started;
+  impl_->counters.blocks_held += blocks.size();
+  return id;
+}
+
+void JobLedger::notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now) {
+  Job* const job = impl_->find(report.job);
+  if (job == nullptr || raw(rank) >= impl_->options.ranks) {
+    ++impl_->counters.unknown_notices;
+    return;
+  }
+  const std::uint64_t bit = std::uint64_t{1} << raw(rank);
+  if (report.outcome != JobOutcome::kNone) {
+    if ((job->outcome_ranks & bit) != 0) {
+      ++impl_->counters.duplicate_notices;
+    } else {
+      job->outcome_ranks |= bit;
+      if (job->final) {
+        ++impl_->counters.late_notices;
+      } else {
+        if (severity(report.outcome) > severity(job->outcome)) job->outcome = report.outcome;
+        job->whole |= report.outcome == JobOutcome::kFailed || report.outcome == JobOutcome::kCancelled;
+        job->failed.insert(job->failed.end(), failed.begin(), failed.end());
+        job->bytes += report.bytes;
+        job->objects += report.objects;
+        job->duplicates += report.duplicates;
+        if (job->outcome_ranks == impl_->all_ranks) impl_->settle(report.job, *job, now);
+      }
+    }
+  }
+  if (report.quiet != 0) {
+    if ((job->quiet_ranks & bit) != 0) {
+      ++impl_->counters.duplicate_notices;
+    } else {
+      job->quiet_ranks |= bit;
+      impl_->queue_quiet(report.job, *job);
+    }
+  }
+}
+
+void JobLedger::advance(Instant now) {
+  while (!impl_->deadlines.empty() && impl_->deadlines.top().at <= now) {
+    const JobId id = impl_->deadlines.top().job;
+    impl_->deadlines.pop();
+    Job* const job = impl_->find(id);
+    if (job == nullptr || job->final) continue;
+    job->outcome = JobOutcome::kExpired;
+    job->whole = true;  // a rank is silent: nothing of it can be counted on
+    ++impl_->counters.expired;
+    impl_->settle(id, *job, now);
+  }
+  while (!impl_->quarantines.empty() && impl_->quarantines.top().at <= now) {
+    const JobId id = impl_->quarantines.top().job;
+    impl_->quarantines.pop();
+    Job* const job = impl_->find(id);
+    if (job == nullptr || job->quiet_queued) continue;
+    job->quarantined = true;
+    ++impl_->counters.quarantined;
+    impl_->counters.blocks_in_quarantine += job->blocks.size();
+    impl_->quarantined.push_back(id);
+  }
+}
+
+bool JobLedger::take_outcome(JobEvent& out) {
+  if (impl_->outcomes.empty()) return false;
+  const JobId id = impl_->outcomes.front();
+  impl_->outcomes.pop_front();
+  Job& job = *impl_->find(id);
+  impl_->describe(id, job, out);
+  out.failed = job.failed;
+  return true;
+}
+
+bool JobLedger::take_quiet(JobEvent& out) {
+  // A job's outcome is told before its quiet, so that a load's result is known when its blocks are.
+  if (impl_->quiets.empty() || !impl_->outcomes.empty()) return false;
+  const JobId id = impl_->quiets.front();
+  impl_->quiets.pop_front();
+  Job& job = *impl_->find(id);
+  impl_->describe(id, job, out);
+  out.failed = std::move(job.failed);
+  out.blocks = std::move(job.blocks);
+  ++impl_->counters.quiets;
+  impl_->counters.blocks_held -= out.blocks.size();
+  if (job.quarantined) impl_->counters.blocks_in_quarantine -= out.blocks.size();
+  impl_->jobs.erase(raw(id));
+  return true;
+}
+
+bool JobLedger::take_quarantined(JobEvent& out) {
+  if (impl_->quarantined.empty()) return false;
+  const JobId id = impl_->quarantined.front();
+  impl_->quarantined.pop_front();
+  const Job* const job = impl_->find(id);
+  if (job == nullptr) return take_quarantined(out);
+  impl_->describe(id, *job, out);
+  out.failed = job->failed;
+  return true;
+}
+
+bool JobLedger::alive(JobId job) const noexcept { return impl_->jobs.contains(raw(job)); }
+std::size_t JobLedger::size() const noexcept { return impl_->jobs.size(); }
+LedgerCounters JobLedger::counters() const noexcept {
+  LedgerCounters counters = impl_->counters;
+  counters.alive = impl_->jobs.size();
+  return counters;
+}
+
+}  // namespace kvprism

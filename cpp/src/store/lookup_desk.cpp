@@ -1,0 +1,98 @@
+#include "store/lookup_desk.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvprism::detail {
+
+LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index)
+    : schema_(std::move(schema)),
+      index_(std::move(index)),
+      groups_(hit_groups(schema_->projection())),
+      alignment_(schema_->projection().scheduler_block_size()),
+      hash_tokens_(schema_->projection().hash_block_size()) {}
+
+template <class Visit>
+void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t max, Visit visit) const {
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    const HitGroup& group = groups_[raw(index)];
+    const std::uint32_t end = max / group.chunk_tokens;
+    if (group.rule == HitRule::kLastState) {
+      // Only a state at a multiple of S can end a hit.
+      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= max; tokens += alignment_) {
+        visit(index, tokens / group.chunk_tokens - 1);
+      }
+    } else if (group.rule != HitRule::kNever) {
+      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk) visit(index, chunk);
+    }
+  }
+}
+
+void LookupDesk::ask(const std::vector<Question>& questions, Instant now, Instant deadline,
+                     std::vector<Answer>& answers) {
+  if (questions.empty()) return;
+  std::unique_ptr<ObjectBatch> batch;
+  if (idle_batches_.empty()) {
+    batch = std::make_unique<ObjectBatch>();
+  } else {
+    batch = std::move(idle_batches_.back());
+    idle_batches_.pop_back();
+    batch->clear();
+  }
+  std::vector<Asked> asked;
+  asked.reserve(questions.size());
+  for (const Question& question : questions) {
+    asked.push_back({question.request, question.serial, question.local, question.max, batch->keys.size()});
+    for_each_chunk(question.local, question.max, [&](StoreIndex group, std::uint32_t chunk) {
+      const std::uint32_t tokens = (chunk + 1) * groups_[raw(group)].chunk_tokens;
+      const auto hash = question.hashes[tokens / hash_tokens_ - 1];
+      for (const RankPosition& shard : schema_->shards(group)) schema_->append_key(batch->keys, group, shard, hash);
+    });
+  }
+  ++counters_.calls;
+  counters_.keys += batch->keys.size();
+  const OpId op{next_op_++};
+  if (index_->start_exists(op, batch, now, deadline)) {
+    calls_.emplace(static_cast<std::uint64_t>(op), std::move(asked));
+    return;
+  }
+  idle_batches_.push_back(std::move(batch));
+  for (const Asked& one : asked) answers.push_back({one.request, one.serial, one.local, true});
+}
+
+std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed) {
+  presence_.reset(groups_.size());
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    presence_.set_chunks(index, asked.max / groups_[raw(index)].chunk_tokens);
+  }
+  std::size_t key = asked.first_key;
+  for_each_chunk(asked.local, asked.max, [&](StoreIndex group, std::uint32_t chunk) {
+    bool everywhere = true;
+    for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
+      const ItemStatus status = key < items.size() ? items[key].status : ItemStatus::kFailed;
+      everywhere &= status == ItemStatus::kOk;
+      failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing && status != ItemStatus::kNotReady;
+    }
+    if (everywhere) presence_.mark(group, chunk);
+  });
+  return find_hit(groups_, presence_, asked.local, asked.max, alignment_);
+}
+
+void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
+  while (index_->poll_index(now, completion_)) {
+    if (completion_.outcome) {
+      const auto call = calls_.find(static_cast<std::uint64_t>(completion_.op));
+      if (call != calls_.end()) {
+        for (const Asked& asked : call->second) {
+          Answer answer{asked.request, asked.serial, asked.local, false};
+          answer.hit = hit_of(asked, completion_.items, answer.failed);
+          answers.push_back(answer);
+        }
+        calls_.erase(call);
+      }
+    }
+    if (completion_.batch) idle_batches_.push_back(std::move(completion_.batch));
+  }
+}
+
+}  // namespace kvprism::detail

@@ -1,0 +1,80 @@
+// Asks the index for the prefixes of many requests in one call and turns the answers into hit lengths (decision 9).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "kvprism/hit/hit_search.h"
+#include "kvprism/io/object_store.h"
+#include "kvprism/key/key_schema.h"
+#include "kvprism/run/instant.h"
+
+namespace kvprism::detail {
+
+// One question: which hit in (local, max] does the store offer?
+struct Question {
+  RequestId request{};
+  std::uint64_t serial = 0;  // tells a request's present question from its earlier ones
+  std::uint32_t local = 0;   // tokens
+  std::uint32_t max = 0;     // tokens, a multiple of S
+  HashList hashes;           // valid while ask() runs
+};
+
+struct Answer {
+  RequestId request{};
+  std::uint64_t serial = 0;
+  std::uint32_t hit = 0;  // tokens, at least local
+  bool failed = false;    // the index could not tell: counted as a miss
+};
+
+struct LookupCounters {
+  std::uint64_t calls = 0;
+  std::uint64_t keys = 0;
+};
+
+// Ownership: shares schema and index. Threads: one.
+class LookupDesk {
+ public:
+  LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index);
+
+  // All questions of a step as one call. Questions of a refused call are answered at once, as failed.
+  void ask(const std::vector<Question>& questions, Instant now, Instant deadline, std::vector<Answer>& answers);
+
+  // Appends the answers that have arrived.
+  void poll(Instant now, std::vector<Answer>& answers);
+
+  // Calls without an outcome.
+  std::size_t in_flight() const noexcept { return calls_.size(); }
+  const LookupCounters& counters() const noexcept { return counters_; }
+
+ private:
+  struct Asked {
+    RequestId request{};
+    std::uint64_t serial = 0;
+    std::uint32_t local = 0;
+    std::uint32_t max = 0;
+    std::size_t first_key = 0;
+  };
+
+  // Calls visit(group index, chunk) for every chunk that a hit in (local, max] could need, in key order.
+  template <class Visit>
+  void for_each_chunk(std::uint32_t local, std::uint32_t max, Visit visit) const;
+
+  std::uint32_t hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed);
+
+  std::shared_ptr<const KeySchema> schema_;
+  std::shared_ptr<ObjectIndex> index_;
+  std::vector<HitGroup> groups_;
+  std::uint32_t alignment_;
+  std::uint32_t hash_tokens_;
+  std::uint64_t next_op_ = 1;
+  std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
+  std::vector<std::unique_ptr<ObjectBatch>> idle_batches_;
+  Presence presence_;
+  Completion completion_;
+  LookupCounters counters_;
+};
+
+}  // namespace kvprism::detail
