@@ -23,7 +23,7 @@ struct Digest {
 };
 KVPRISM_API std::string to_hex(const Digest& digest);
 
-// One group after resolution.
+// One group after resolution. `spec` has its total_num_kv_heads filled in (R34).
 struct ResolvedGroup {
   GroupId id;
   CacheSpec spec;
@@ -62,13 +62,16 @@ class KVPRISM_API Projection {
   std::size_t num_store_groups() const noexcept;
   std::uint32_t num_blocks() const noexcept;
   const std::string& kv_layout() const noexcept;
+  const std::string& key_schema() const noexcept;
+  const std::string& key_namespace() const noexcept;
   const ParallelSizes& parallel() const noexcept;
 
   const ResolvedGroup& group(GroupId id) const noexcept;
   const ResolvedGroup& group(StoreIndex index) const noexcept { return group(group_id(index)); }
   const ResolvedGroup& group(TransferIndex index) const noexcept { return group(group_id(index)); }
 
-  // Both directions of both projections; nullopt when the group is not in it: skip it, never shift.
+  // Both directions of both projections; nullopt when the group is not in it: skip it, never shift. An index given to
+  // group() and group_id() must be below the count of its space.
   GroupId group_id(StoreIndex index) const noexcept;
   GroupId group_id(TransferIndex index) const noexcept;
   std::optional<StoreIndex> store_index(GroupId id) const noexcept;
@@ -88,7 +91,7 @@ class KVPRISM_API Projection {
 
   const Digest& digest() const noexcept;
   const std::vector<DigestFact>& digest_facts() const noexcept;
-  // A table of both sides with the differing rows marked, for refusals.
+  // A table of both sides with the differing rows marked by "->", for refusals.
   static std::string describe_mismatch(const std::vector<DigestFact>& ours, const std::vector<DigestFact>& theirs);
 
  private:

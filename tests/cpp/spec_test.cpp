@@ -1,0 +1,266 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "kvprism/base/error.h"
+#include "kvprism/spec/cache_spec.h"
+#include "kvprism/spec/spec_registry.h"
+
+namespace kvprism {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+CacheSpec attention(std::uint32_t block_size) {
+  CacheSpec spec;
+  spec.kind = "full_attention";
+  spec.block_size = block_size;
+  spec.payload = AttentionPayload{.num_kv_heads = 2, .head_size = 64, .head_size_v = 64, .dtype = DType::kBFloat16};
+  return spec;
+}
+
+CacheSpec ring(std::uint32_t capacity) {
+  CacheSpec spec = attention(capacity);
+  spec.kind = "circular_buffer";
+  return spec;
+}
+
+CacheSpec mamba(std::uint32_t block_size, std::string mode = "align") {
+  CacheSpec spec;
+  spec.kind = "mamba";
+  spec.block_size = block_size;
+  spec.payload = StatePayload{{{4, 32}, {3, 5}}, {DType::kFloat32, DType::kBFloat16}, std::move(mode)};
+  return spec;
+}
+
+std::vector<Problem> problems_of(const CacheSpec& spec, const SpecRegistry& registry = SpecRegistry::builtin()) {
+  ProblemList problems;
+  registry.check(spec, "groups[0]", problems);
+  return problems.problems();
+}
+
+std::vector<std::string> paths_of(const CacheSpec& spec) {
+  std::vector<std::string> paths;
+  for (const Problem& problem : problems_of(spec)) paths.push_back(problem.path);
+  return paths;
+}
+
+template <class F>
+Error error_of(F&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(ErrorCode::kClosed, "", {});
+}
+
+TEST(DTypes, NamesRoundTripAndHaveASize) {
+  for (const std::string_view name : dtype_names()) {
+    const auto dtype = dtype_from_string(name);
+    ASSERT_TRUE(dtype) << name;
+    EXPECT_EQ(to_string(*dtype), name);
+    EXPECT_GT(size_of(*dtype), 0U) << name;
+  }
+  EXPECT_EQ(size_of(DType::kFloat8E4M3), 1U);
+  EXPECT_EQ(size_of(DType::kInt64), 8U);
+  EXPECT_FALSE(dtype_from_string("bf16"));
+}
+
+TEST(PageBytes, OfAttentionIsHeadsTimesPositionsTimesContent) {
+  EXPECT_EQ(unpadded_page_bytes(attention(16)), 2U * 16 * (64 + 64) * 2);
+  CacheSpec latent = attention(16);
+  std::get<AttentionPayload>(latent.payload).head_size_v = 0;
+  EXPECT_EQ(page_size_bytes(latent), 2U * 16 * 64 * 2);
+}
+
+TEST(PageBytes, OfStatesIsTheSumOverTensors) {
+  EXPECT_EQ(unpadded_page_bytes(mamba(800)), 4U * 32 * 4 + 3 * 5 * 2);
+}
+
+TEST(PageBytes, PaddingCountsForTheEngineOnly) {
+  CacheSpec spec = attention(16);
+  spec.page_size_padded = 10000;
+  EXPECT_EQ(page_size_bytes(spec), 10000U);
+  EXPECT_EQ(unpadded_page_bytes(spec), 8192U);
+}
+
+TEST(PageBytes, SaturateInsteadOfWrapping) {
+  CacheSpec spec = attention(0xFFFFFFFF);
+  spec.payload = AttentionPayload{0xFFFFFFFF, 0, 0xFFFFFFFF, 0xFFFFFFFF, DType::kFloat32, 1};
+  EXPECT_EQ(unpadded_page_bytes(spec), ~std::uint64_t{0});
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].page_size_bytes"));
+}
+
+// R26: 128 stored positions, compressed by 4, spread over 2.
+TEST(TokensPerBlock, CountsCompressionAndContextRanks) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  CacheSpec spec = attention(128);
+  std::get<AttentionPayload>(spec.payload).compression = 4;
+  EXPECT_EQ(3 * tokens_per_block(spec, {}, registry), 1536U);
+  EXPECT_EQ(3 * tokens_per_block(spec, {.tp = 2, .dcp = 2}, registry), 3072U);
+  std::get<AttentionPayload>(spec.payload).compression = 0;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].compression"));
+}
+
+TEST(TokensPerBlock, ContextRanksSpreadOnlyWhatIsSharded) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  const ParallelSizes parallel{.tp = 4, .dcp = 4};
+  EXPECT_EQ(tokens_per_block(attention(16), parallel, registry), 64U);
+  EXPECT_EQ(tokens_per_block(mamba(800), parallel, registry), 800U);
+  EXPECT_EQ(tokens_per_block(ring(8), parallel, registry), 8U);
+}
+
+TEST(TokensPerBlock, RefusesAProductThatDoesNotFit) {
+  const Error error = error_of(
+      [] { tokens_per_block(attention(0x7FFFFFFF), {.tp = 2, .dcp = 2}, SpecRegistry::builtin()); });
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidConfig);
+}
+
+TEST(Traits, OfTheBuiltinKinds) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  EXPECT_THAT(registry.names(), ElementsAre("full_attention", "sliding_window", "mamba", "circular_buffer"));
+
+  EXPECT_EQ(registry.traits_of(attention(16)),
+            (SpecTraits{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, true}));
+  CacheSpec window = attention(16);
+  window.kind = "sliding_window";
+  window.sliding_window = 1024;
+  EXPECT_EQ(registry.traits_of(window),
+            (SpecTraits{true, HitRule::kWindow, 1024, SaveRule::kPositional, PeerRule::kWindow, 0, false}));
+  EXPECT_EQ(registry.traits_of(mamba(800)),
+            (SpecTraits{true, HitRule::kLastState, 0, SaveRule::kHandOff, PeerRule::kState, 0, true}));
+  EXPECT_EQ(registry.traits_of(ring(8)),
+            (SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 0, false}));
+}
+
+TEST(Traits, ARingMayDeclareItsRebuildDistance) {
+  CacheSpec spec = ring(8);
+  spec.replay_tokens = 8;
+  EXPECT_EQ(SpecRegistry::builtin().traits_of(spec).replay_tokens, 8U);
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  CacheSpec other = attention(16);
+  other.replay_tokens = 8;
+  EXPECT_THAT(paths_of(other), ElementsAre("groups[0].replay_tokens"));
+}
+
+TEST(Traits, CompareWithoutAmbiguity) {
+  const SpecTraits traits = SpecRegistry::builtin().traits_of(ring(8));
+  EXPECT_TRUE(traits.hit == HitRule::kNever);
+  EXPECT_TRUE(traits.replay_tokens == 0U);
+  EXPECT_FALSE(traits.prefix_cacheable);
+}
+
+TEST(Registry, UnknownKindListsTheKnownOnes) {
+  CacheSpec spec = attention(16);
+  spec.kind = "ful_attention";
+  const Error error = error_of([&] { SpecRegistry::builtin().traits_of(spec); });
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidConfig);
+  EXPECT_THAT(error.what(), HasSubstr("full_attention, sliding_window, mamba, circular_buffer"));
+  EXPECT_THAT(error.what(), HasSubstr("did you mean 'full_attention'?"));
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].kind"));
+}
+
+// R02: the mode is declared; sizes say nothing about it.
+TEST(Registry, AcceptsEveryDeclaredModeAndNoOther) {
+  for (const char* const mode : {"none", "align", "all"}) EXPECT_THAT(problems_of(mamba(800, mode)), IsEmpty());
+  EXPECT_THAT(problems_of(mamba(1600)), IsEmpty());
+  const std::vector<Problem> problems = problems_of(mamba(800, "aligned"));
+  ASSERT_EQ(problems.size(), 1U);
+  EXPECT_EQ(problems[0].path, "groups[0].mamba_cache_mode");
+  EXPECT_EQ(problems[0].hint, "did you mean 'align'?");
+}
+
+TEST(Registry, TellsEveryProblemOfASpecAtOnce) {
+  CacheSpec spec = attention(0);
+  spec.payload = AttentionPayload{};
+  spec.page_size_padded = 4;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].block_size", "groups[0].num_kv_heads", "groups[0].head_size"));
+
+  CacheSpec state = mamba(800);
+  state.payload = StatePayload{{{4, 0}, {}}, {DType::kFloat32}, "align"};
+  EXPECT_THAT(paths_of(state), ElementsAre("groups[0].shapes[0][1]", "groups[0].shapes[1]", "groups[0].dtypes"));
+}
+
+TEST(Registry, RefusesSizesThatContradictEachOther) {
+  CacheSpec spec = attention(16);
+  spec.page_size_padded = 8191;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].page_size_padded"));
+  spec.page_size_padded = 8192;
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  std::get<AttentionPayload>(spec.payload).total_num_kv_heads = 1;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].total_num_kv_heads"));
+}
+
+TEST(Registry, RefusesAWindowThatIsMissingOrHasNoUse) {
+  CacheSpec spec = attention(16);
+  spec.sliding_window = 128;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].sliding_window"));
+  spec.kind = "sliding_window";
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  spec.sliding_window = 0;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].sliding_window"));
+  spec.sliding_window.reset();
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].sliding_window"));
+}
+
+TEST(Registry, RefusesThePayloadOfAnotherKind) {
+  CacheSpec spec = mamba(800);
+  spec.kind = "full_attention";
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].kind"));
+}
+
+SpecKind tail_kind(SpecTraits traits) {
+  return SpecKind{.name = "pool_tail",
+                  .payload = PayloadKind::kRaw,
+                  .needs_sliding_window = false,
+                  .dcp_sharded = false,
+                  .traits = [traits](const CacheSpec&) { return traits; }};
+}
+
+TEST(Registry, TakesAnotherKindAtRunTimeAsANewValue) {
+  const SpecRegistry before = SpecRegistry::builtin();
+  const SpecRegistry after =
+      before.with(tail_kind({false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 4, false}));
+  EXPECT_EQ(before.find("pool_tail"), nullptr);
+  ASSERT_NE(after.find("pool_tail"), nullptr);
+  CacheSpec spec;
+  spec.kind = "pool_tail";
+  spec.block_size = 4;
+  spec.payload = RawPayload{512};
+  EXPECT_THAT(problems_of(spec, after), IsEmpty());
+  EXPECT_EQ(page_size_bytes(spec), 512U);
+  EXPECT_EQ(after.traits_of(spec).replay_tokens, 4U);
+}
+
+TEST(Registry, RefusesATakenOrEmptyNameAndAMissingFunction) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  SpecKind kind = *registry.find("mamba");
+  EXPECT_EQ(error_of([&] { registry.with(kind); }).code(), ErrorCode::kInvalidArgument);
+  kind.name.clear();
+  kind.traits = nullptr;
+  EXPECT_EQ(error_of([&] { registry.with(kind); }).problems().size(), 2U);
+}
+
+// A kind that may be stored but never hits would store for ever without any effect (R04).
+TEST(Registry, RefusesTraitsThatContradictEachOther) {
+  CacheSpec spec;
+  spec.kind = "pool_tail";
+  spec.block_size = 4;
+  spec.payload = RawPayload{512};
+  const SpecTraits bad[] = {
+      {true, HitRule::kNever, 0, SaveRule::kPositional, PeerRule::kNone, 0, false},
+      {true, HitRule::kPrefix, 0, SaveRule::kNever, PeerRule::kNone, 0, false},
+      {false, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kNone, 0, false},
+      {true, HitRule::kWindow, 0, SaveRule::kPositional, PeerRule::kNone, 0, false},
+      {true, HitRule::kPrefix, 7, SaveRule::kPositional, PeerRule::kNone, 0, false},
+  };
+  for (const SpecTraits& traits : bad) {
+    EXPECT_EQ(problems_of(spec, SpecRegistry::builtin().with(tail_kind(traits))).size(), 1U);
+  }
+}
+
+}  // namespace
+}  // namespace kvprism
