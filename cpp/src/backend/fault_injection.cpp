@@ -1,0 +1,471 @@
+#include "kvprism/backend/fault_injection.h"
+
+#include <algorithm>
+#include <deque>
+#include <list>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "backend/seeded_random.h"
+
+namespace kvprism {
+namespace {
+
+using detail::SeededRandom;
+
+enum class Kind : std::uint8_t { kExists, kPut, kGet };
+
+struct Befalls {
+  bool exists;
+  bool put;
+  bool get;
+};
+
+constexpr Befalls befalls(FaultKind kind) noexcept {
+  switch (kind) {
+    case FaultKind::kFailCall:
+    case FaultKind::kFailItems:
+    case FaultKind::kUnavailable:
+    case FaultKind::kDelay:
+    case FaultKind::kHang:
+    case FaultKind::kLandLate:
+    case FaultKind::kRefuse:
+      return {false, true, true};
+    case FaultKind::kTruncate:
+    case FaultKind::kCorrupt:
+    case FaultKind::kSilentCorrupt:
+    case FaultKind::kLateQuiet:
+    case FaultKind::kVanished:
+    case FaultKind::kNotReady:
+    case FaultKind::kLeaseLost:
+      return {false, false, true};
+    case FaultKind::kNoSpace:
+    case FaultKind::kDuplicate:
+      return {false, true, false};
+    case FaultKind::kLookupFailed:
+    case FaultKind::kLookupLate:
+    case FaultKind::kLookupRefused:
+      return {true, false, false};
+  }
+  return {false, false, false};
+}
+
+constexpr bool befalls(FaultKind fault, Kind kind) noexcept {
+  const Befalls which = befalls(fault);
+  return kind == Kind::kExists ? which.exists : kind == Kind::kPut ? which.put : which.get;
+}
+
+// The status of items that are not passed on at all.
+std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
+  switch (fault) {
+    case FaultKind::kFailCall:
+    case FaultKind::kFailItems:
+      return ItemStatus::kFailed;
+    case FaultKind::kUnavailable:
+    case FaultKind::kLookupFailed:
+      return ItemStatus::kUnavailable;
+    case FaultKind::kVanished:
+      return ItemStatus::kMissing;
+    case FaultKind::kNotReady:
+      return ItemStatus::kNotReady;
+    case FaultKind::kNoSpace:
+      return ItemStatus::kNoSpace;
+    default:
+      return std::nullopt;
+  }
+}
+
+constexpr bool whole_call(FaultKind fault) noexcept {
+  return fault == FaultKind::kFailCall || fault == FaultKind::kUnavailable || fault == FaultKind::kLookupFailed;
+}
+
+// Faults that change what arrived, after it has.
+constexpr bool changes_result(FaultKind fault) noexcept {
+  return fault == FaultKind::kTruncate || fault == FaultKind::kCorrupt || fault == FaultKind::kSilentCorrupt ||
+         fault == FaultKind::kLeaseLost || fault == FaultKind::kDuplicate;
+}
+
+}  // namespace
+
+std::string_view to_string(FaultKind kind) noexcept {
+  static constexpr std::array<std::string_view, kNumFaultKinds> kNames{
+      "fail call",   "fail items",     "unavailable", "delay",         "hang",        "land late", "refuse",
+      "truncate",    "corrupt",        "silent corrupt", "late quiet", "vanished",    "not ready", "lease lost",
+      "no space",    "duplicate",      "lookup failed",  "lookup late", "lookup refused"};
+  const auto at = static_cast<std::size_t>(kind);
+  return at < kNames.size() ? kNames[at] : "unknown";
+}
+
+struct FaultInjector::Impl {
+  enum class Phase : std::uint8_t { kWaiting, kHung, kInner };
+
+  struct Operation {
+    OpId id{};
+    Kind kind{};
+    Phase phase = Phase::kWaiting;
+    std::optional<FaultKind> fault;
+    std::unique_ptr<ObjectBatch> batch;  // the caller's, while the inner store has not got it
+    std::unique_ptr<ObjectBatch> part;   // passed on instead of it when some items are withheld
+    std::vector<std::uint32_t> passed;   // positions of the items in `part`
+    std::vector<ItemResult> items;
+    Instant due{};
+    Instant deadline{};
+    bool told = false;    // the outcome
+    bool second = false;  // the run that repeats a get before it is quiet
+  };
+  using Operations = std::list<Operation>;
+
+  struct Side {
+    Operations operations;
+    std::deque<Completion> ready;
+    bool closed = false;
+  };
+
+  std::shared_ptr<ObjectStore> store;
+  std::shared_ptr<ObjectIndex> index;
+  FaultPlan plan;
+  SeededRandom random{1};
+  std::array<std::uint64_t, kNumFaultKinds> raised{};
+  Side stores;
+  Side lookups;
+  std::uint64_t next_inner = 1;
+  std::unordered_map<std::uint64_t, Operations::iterator> by_inner;  // of both sides
+
+  void raise(FaultKind kind) { ++raised[static_cast<std::size_t>(kind)]; }
+
+  std::optional<FaultKind> draw(Kind kind) {
+    std::uint64_t roll = random.below(10'000);
+    for (std::size_t i = 0; i < kNumFaultKinds; ++i) {
+      const auto fault = static_cast<FaultKind>(i);
+      if (!befalls(fault, kind)) continue;
+      if (roll < plan.chance[i]) return fault;
+      roll -= plan.chance[i];
+    }
+    return std::nullopt;
+  }
+
+  Duration up_to(Duration most) { return {static_cast<std::int64_t>(1 + random.below(static_cast<std::uint64_t>(std::max<std::int64_t>(most.ns, 1))))}; }
+
+  bool start(Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+    Side& side = kind == Kind::kExists ? lookups : stores;
+    if (side.closed) return false;
+    const std::optional<FaultKind> fault = draw(kind);
+    if (fault == FaultKind::kRefuse || fault == FaultKind::kLookupRefused) {
+      raise(*fault);
+      return false;
+    }
+    if (!fault) {
+      // Nothing to add: the inner store's own refusal is the caller's.
+      return pass_on(side, kind, id, batch, now, deadline);
+    }
+    Operation& op = side.operations.emplace_back();
+    op.id = id;
+    op.kind = kind;
+    op.fault = fault;
+    op.batch = std::move(batch);
+    op.items.resize(op.batch->keys.size());
+    op.due = now;
+    op.deadline = deadline;
+    if (const auto status = withheld_status(*fault)) {
+      raise(*fault);
+      withhold(op, *status, whole_call(*fault));
+    } else if (*fault == FaultKind::kDelay) {
+      raise(*fault);
+      op.due = now + up_to(plan.delay);
+    } else if (*fault == FaultKind::kLookupLate) {
+      raise(*fault);
+      op.due = now + up_to(plan.lookup_late);
+    } else if (*fault == FaultKind::kHang) {
+      raise(*fault);
+      op.phase = Phase::kHung;
+    } else if (*fault == FaultKind::kLandLate) {
+      raise(*fault);
+      for (ItemResult& item : op.items) item = {ItemStatus::kTimedOut, 0};
+      tell(side, op, false);
+      op.due = now + up_to(plan.late);
+    }
+    return true;
+  }
+
+  bool pass_on(Side& side, Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+    const std::uint64_t inner = next_inner++;
+    const std::size_t items = batch->keys.size();
+    if (!start_inner(kind, inner, batch, now, deadline)) return false;
+    Operation& op = side.operations.emplace_back();
+    op.id = id;
+    op.kind = kind;
+    op.phase = Phase::kInner;
+    op.items.resize(items);
+    op.deadline = deadline;
+    by_inner.emplace(inner, std::prev(side.operations.end()));
+    return true;
+  }
+
+  bool start_inner(Kind kind, std::uint64_t inner, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+    switch (kind) {
+      case Kind::kExists:
+        return index->start_exists(OpId{inner}, batch, now, deadline);
+      case Kind::kPut:
+        return store->start_put(OpId{inner}, batch, now, deadline);
+      case Kind::kGet:
+        return store->start_get(OpId{inner}, batch, now, deadline);
+    }
+    return false;
+  }
+
+  // Gives some items their status now and leaves the others for the inner store.
+  void withhold(Operation& op, ItemStatus status, bool all) {
+    const std::size_t count = op.items.size();
+    const std::size_t certain = random.below(count);
+    op.part = std::make_unique<ObjectBatch>();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (all || i == certain || random.chance(1, 3)) {
+        op.items[i] = {status, 0};
+        continue;
+      }
+      op.passed.push_back(static_cast<std::uint32_t>(i));
+      op.part->keys.append() = op.batch->keys[i];
+      if (op.kind == Kind::kExists) continue;
+      const std::uint32_t first = i == 0 ? 0 : op.batch->ends[i - 1];
+      op.part->segments.insert(op.part->segments.end(), op.batch->segments.begin() + first,
+                               op.batch->segments.begin() + op.batch->ends[i]);
+      op.part->ends.push_back(static_cast<std::uint32_t>(op.part->segments.size()));
+    }
+  }
+
+  // The outcome, and quiet unless more is to come.
+  void tell(Side& side, Operation& op, bool quiet) {
+    Completion& out = side.ready.emplace_back();
+    out.op = op.id;
+    out.outcome = !op.told;
+    out.quiet = quiet;
+    if (!op.told) out.items = op.items;
+    if (quiet) out.batch = std::move(op.batch);
+    op.told = true;
+  }
+
+  void advance(Side& side, Instant now) {
+    for (auto at = side.operations.begin(); at != side.operations.end();) {
+      Operation& op = *at;
+      if (op.phase != Phase::kWaiting || op.due > now) {
+        ++at;
+        continue;
+      }
+      if (op.part && op.part->keys.empty()) {
+        tell(side, op, true);
+        at = side.operations.erase(at);
+        continue;
+      }
+      const std::uint64_t inner = next_inner++;
+      // A get that lands late has missed every deadline already.
+      const Instant deadline = op.told ? Instant{INT64_MAX} : op.deadline;
+      if (start_inner(op.kind, inner, op.part ? op.part : op.batch, now, deadline)) {
+        op.phase = Phase::kInner;
+        by_inner.emplace(inner, at);
+      } else if (now >= deadline) {
+        for (ItemResult& item : op.items) item = {ItemStatus::kTimedOut, 0};
+        tell(side, op, true);
+        at = side.operations.erase(at);
+        continue;
+      }
+      ++at;
+    }
+    Completion done;
+    const bool is_index = &side == &lookups;
+    while (is_index ? index && index->poll_index(now, done) : store && store->poll_store(now, done)) {
+      inner_end(side, done, now);
+      done = Completion();
+    }
+  }
+
+  void inner_end(Side& side, Completion& done, Instant now) {
+    const auto found = by_inner.find(static_cast<std::uint64_t>(done.op));
+    if (found == by_inner.end()) return;
+    const auto at = found->second;
+    Operation& op = *at;
+    if (done.outcome && !op.told) {
+      if (!op.part) {
+        op.items = std::move(done.items);
+      } else {
+        for (std::size_t i = 0; i < op.passed.size(); ++i) op.items[op.passed[i]] = done.items[i];
+      }
+    }
+    if (!done.quiet) {
+      // What changes the bytes waits until nobody else writes them.
+      const bool later = op.fault && (changes_result(*op.fault) || *op.fault == FaultKind::kLateQuiet);
+      if (!op.told && !later) tell(side, op, false);
+      return;
+    }
+    by_inner.erase(found);
+    if (op.part) {
+      op.part = std::move(done.batch);
+    } else {
+      op.batch = std::move(done.batch);
+    }
+    if (op.fault && !op.told && changes_result(*op.fault)) change_result(op);
+    if (op.fault == FaultKind::kLateQuiet && !op.second && any_ok(op)) {
+      raise(*op.fault);
+      op.second = true;
+      tell(side, op, false);
+      op.phase = Phase::kWaiting;
+      op.due = now + up_to(plan.late);
+      return;
+    }
+    tell(side, op, true);
+    side.operations.erase(at);
+  }
+
+  static bool any_ok(const Operation& op) noexcept {
+    return std::any_of(op.items.begin(), op.items.end(),
+                       [](const ItemResult& item) { return item.status == ItemStatus::kOk; });
+  }
+
+  void change_result(Operation& op) {
+    std::vector<std::uint32_t> good;
+    for (std::size_t i = 0; i < op.items.size(); ++i) {
+      if (op.items[i].status == ItemStatus::kOk) good.push_back(static_cast<std::uint32_t>(i));
+    }
+    if (good.empty()) return;
+    raise(*op.fault);
+    if (*op.fault == FaultKind::kDuplicate) {
+      for (const std::uint32_t i : good) op.items[i] = {ItemStatus::kDuplicate, 0};
+      return;
+    }
+    const std::uint32_t item = good[random.below(good.size())];
+    const std::uint32_t first = item == 0 ? 0 : op.batch->ends[item - 1];
+    const std::uint32_t end = op.batch->ends[item];
+    switch (*op.fault) {
+      case FaultKind::kTruncate: {
+        const Segment& last = op.batch->segments[first + (end - first) / 2];
+        std::fill(last.base + last.length / 2, last.base + last.length, std::byte{0xdd});
+        for (std::uint32_t s = first + (end - first) / 2 + 1; s < end; ++s) spoil(op.batch->segments[s], 0xdd);
+        op.items[item] = {ItemStatus::kFailed, 0};
+        break;
+      }
+      case FaultKind::kLeaseLost:
+        for (std::uint32_t s = first; s < end; ++s) spoil(op.batch->segments[s], 0x5e);
+        op.items[item] = {ItemStatus::kLeaseLost, 0};
+        break;
+      default: {
+        const Segment& segment = op.batch->segments[first + random.below(end - first)];
+        segment.base[random.below(segment.length)] ^= std::byte{0x40};
+        if (*op.fault == FaultKind::kCorrupt) op.items[item] = {ItemStatus::kChecksumMismatch, 0};
+        break;
+      }
+    }
+  }
+
+  static void spoil(const Segment& segment, unsigned value) noexcept {
+    std::fill(segment.base, segment.base + segment.length, static_cast<std::byte>(value));
+  }
+
+  bool poll(Side& side, Instant now, Completion& out) {
+    if (side.ready.empty()) advance(side, now);
+    if (side.ready.empty()) return false;
+    out = std::move(side.ready.front());
+    side.ready.pop_front();
+    return true;
+  }
+
+  // What the inner store has not begun: cancelled, and quiet unless it pretends that native code still has it.
+  void cancel_waiting(Side& side, CloseReport& report) {
+    for (auto at = side.operations.begin(); at != side.operations.end();) {
+      Operation& op = *at;
+      if (op.phase == Phase::kInner) {
+        ++at;
+        continue;
+      }
+      const bool pretends = op.phase == Phase::kHung || op.told;
+      if (!op.told) {
+        for (ItemResult& item : op.items) item = {ItemStatus::kCancelled, 0};
+        tell(side, op, !pretends);
+      }
+      if (pretends) {
+        ++report.unquiet;
+        report.ops.push_back(op.id);
+      }
+      at = side.operations.erase(at);
+    }
+  }
+};
+
+FaultInjector::FaultInjector(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index,
+                             const FaultPlan& plan)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->store = std::move(store);
+  impl_->index = std::move(index);
+  impl_->plan = plan;
+  impl_->random = SeededRandom(plan.seed);
+}
+FaultInjector::~FaultInjector() = default;
+
+std::vector<FaultCount> FaultInjector::table() const {
+  std::vector<FaultCount> rows;
+  for (std::size_t i = 0; i < kNumFaultKinds; ++i) rows.push_back({static_cast<FaultKind>(i), impl_->raised[i]});
+  return rows;
+}
+
+void FaultInjector::set_plan(const FaultPlan& plan) { impl_->plan = plan; }
+
+std::size_t FaultInjector::hung() const noexcept {
+  return static_cast<std::size_t>(
+      std::count_if(impl_->stores.operations.begin(), impl_->stores.operations.end(),
+                    [](const Impl::Operation& op) { return op.phase == Impl::Phase::kHung; }));
+}
+
+void FaultInjector::release_hung() {
+  for (Impl::Operation& op : impl_->stores.operations) {
+    if (op.phase != Impl::Phase::kHung) continue;
+    op.phase = Impl::Phase::kWaiting;
+    op.due = Instant{INT64_MIN};
+    op.deadline = Instant{INT64_MAX};  // native code does not look at ours
+  }
+}
+
+bool FaultInjector::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  return impl_->start(Kind::kExists, op, batch, now, deadline);
+}
+bool FaultInjector::poll_index(Instant now, Completion& out) { return impl_->poll(impl_->lookups, now, out); }
+
+CloseReport FaultInjector::close_index(Duration budget) {
+  CloseReport report;
+  impl_->lookups.closed = true;
+  impl_->cancel_waiting(impl_->lookups, report);
+  if (impl_->index) impl_->index->close_index(budget);
+  return {};
+}
+
+StoreCapabilities FaultInjector::capabilities() const {
+  StoreCapabilities capabilities = impl_->store->capabilities();
+  capabilities.name += " with faults";
+  return capabilities;
+}
+void FaultInjector::add_region(const Region& region) { impl_->store->add_region(region); }
+void FaultInjector::remove_region(const Region& region) { impl_->store->remove_region(region); }
+void FaultInjector::set_wakeup(Wakeup wakeup) { impl_->store->set_wakeup(wakeup); }
+
+bool FaultInjector::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  return impl_->start(Kind::kPut, op, batch, now, deadline);
+}
+bool FaultInjector::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  return impl_->start(Kind::kGet, op, batch, now, deadline);
+}
+bool FaultInjector::poll_store(Instant now, Completion& out) { return impl_->poll(impl_->stores, now, out); }
+
+CloseReport FaultInjector::close_store(Duration budget) {
+  CloseReport report;
+  impl_->stores.closed = true;
+  impl_->cancel_waiting(impl_->stores, report);
+  if (impl_->store) {
+    const CloseReport inner = impl_->store->close_store(budget);
+    for (const OpId op : inner.ops) {
+      const auto found = impl_->by_inner.find(static_cast<std::uint64_t>(op));
+      if (found != impl_->by_inner.end()) report.ops.push_back(found->second->id);
+    }
+    report.unquiet += inner.unquiet;
+  }
+  return report;
+}
+
+}  // namespace kvprism
