@@ -1,0 +1,7 @@
+#include "kvprism/backend/blocking_client.h"
+
+namespace kvprism {
+
+BlockingClient::~BlockingClient() = default;
+
+}  // namespace kvprism

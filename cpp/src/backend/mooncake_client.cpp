@@ -1,0 +1,595 @@
+#include "kvprism/backend/mooncake_client.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+
+#include "kvprism/base/host_port.h"
+#include "kvprism/base/log.h"
+#include "mooncake/elf.h"
+#include "mooncake/library.h"
+#include "mooncake/probe.h"
+#include "mooncake_status.h"
+#include "preflight.h"
+#include "region_table.h"
+
+namespace kvprism {
+namespace {
+
+using detail::MooncakeCall;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::string_view kSubject = "Mooncake client";
+constexpr std::int64_t kMinSegment = 16 << 20;
+constexpr std::uint32_t kMaxSlices = 1024;
+// Results are int: an object of 2 GiB or more could not be told from an error.
+constexpr std::uint64_t kMaxObject = INT_MAX;
+constexpr std::array<std::string_view, 2> kProtocols = {"tcp", "rdma"};
+// Far below every wait inside Mooncake, and far above what an answer from the master takes.
+constexpr std::chrono::seconds kShortCall{5};
+
+std::string joined(const std::vector<std::string>& words, std::string_view separator) {
+  std::string text;
+  for (const std::string& word : words) {
+    if (!text.empty()) text += separator;
+    text += word;
+  }
+  return text;
+}
+
+// Mooncake takes signals over when it thinks that no Python is there; whatever it does, this thread keeps its mask.
+class KeepSignalMask {
+ public:
+  KeepSignalMask() noexcept { pthread_sigmask(SIG_SETMASK, nullptr, &mask_); }
+  ~KeepSignalMask() { pthread_sigmask(SIG_SETMASK, &mask_, nullptr); }
+  KeepSignalMask(const KeepSignalMask&) = delete;
+  KeepSignalMask& operator=(const KeepSignalMask&) = delete;
+
+ private:
+  sigset_t mask_;
+};
+
+// Calls `native`; an exception of Mooncake's becomes an empty answer, because none may cross into our threads.
+template <class Native>
+auto guarded(const char* what, Native&& native) noexcept -> decltype(native()) {
+  try {
+    return native();
+  } catch (const std::exception& error) {
+    log(LogLevel::kError, std::string("Mooncake threw in ") + what + ": " + error.what());
+  } catch (...) {
+    log(LogLevel::kError, std::string("Mooncake threw in ") + what);
+  }
+  return {};
+}
+
+// Native argument lists of one call, kept so that their strings and vectors are allocated once.
+struct Arguments {
+  mooncake::Strings keys;
+  mooncake::BufferLists buffers;
+  mooncake::LengthLists lengths;
+  std::vector<std::uint32_t> items;     // index in the batch
+  std::vector<std::uint64_t> expected;  // bytes per item
+
+  void clear() {
+    items.clear();
+    expected.clear();
+  }
+
+  void append(const std::string& key, std::span<const Segment> segments, std::uint32_t item,
+              std::uint64_t bytes) {
+    const std::size_t at = items.size();
+    if (keys.size() <= at) {
+      keys.emplace_back();
+      buffers.emplace_back();
+      lengths.emplace_back();
+    }
+    keys[at] = key;
+    buffers[at].clear();
+    lengths[at].clear();
+    for (const Segment& segment : segments) {
+      buffers[at].push_back(segment.base);
+      lengths[at].push_back(segment.length);
+    }
+    items.push_back(item);
+    expected.push_back(bytes);
+  }
+
+  // Mooncake refuses lists of unequal length, so surplus entries of an earlier call go.
+  void trim() {
+    keys.resize(items.size());
+    buffers.resize(items.size());
+    lengths.resize(items.size());
+  }
+};
+
+class MooncakeClient final : public BlockingClient {
+ public:
+  MooncakeClient(const mooncake::Library& library, const MooncakeOptions& options, HostPort master)
+      : library_(library),
+        native_functions_(library.store),
+        master_(std::move(master)),
+        connect_timeout_(options.connect_timeout),
+        max_slices_(options.max_slices_per_call),
+        max_bytes_(options.max_bytes_per_call),
+        protocol_(options.protocol),
+        pid_(::getpid()) {
+    const KeepSignalMask keep;
+    std::string thrown;
+    int code = 0;
+    try {
+      native_ = native_functions_.create();
+      if (native_ != nullptr) {
+        code = native_functions_.setup_real(
+            native_.get(), options.local_hostname, options.metadata_server,
+            static_cast<std::size_t>(options.global_segment_size),
+            static_cast<std::size_t>(options.local_buffer_size), options.protocol,
+            joined(options.rdma_devices, ","), kvprism::to_string(master_), nullptr, "", false, "",
+            "default", false, 0);
+      }
+    } catch (const std::exception& error) {
+      thrown = error.what();
+    } catch (...) {
+      thrown = "unknown exception";
+    }
+    if (native_ != nullptr && code == 0 && thrown.empty()) return;
+    tear_down();
+    fail(ErrorCode::kUnavailable, kSubject,
+         {"set-up", thrown.empty() ? detail::mooncake_code_text(code) : thrown,
+          "0 from Mooncake with master " + kvprism::to_string(master_),
+          "its log on standard error says more; is the segment size within free memory?"});
+  }
+
+  ~MooncakeClient() override { tear_down(); }
+
+  StoreCapabilities capabilities() const override {
+    const std::string& version = library_.file.version;
+    const bool cuda = library_.file.distribution.find("non-cuda") == std::string::npos;
+    return {"mooncake " + (version.empty() ? std::string("unknown") : version) + " " + protocol_,
+            max_slices_, max_bytes_, cuda};
+  }
+
+  CallEnd exists(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
+    CallEnd end;
+    if (refuse_all(batch, results)) return end;
+    const auto fill = [&](const mooncake::Strings& keys, std::span<const std::uint32_t> items) {
+      const std::vector<int> codes = guarded(
+          "batchIsExist", [&] { return native_functions_.batch_is_exist(native_.get(), keys); });
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        const std::int64_t code = i < codes.size() ? codes[i] : mooncake::kInternalError;
+        note(code, end);
+        results[items[i]] = detail::mooncake_item(MooncakeCall::kExists, code, 0);
+      }
+    };
+    return contained("exists", results, end, [&] {
+      thread_local std::vector<std::uint32_t> items;
+      items.clear();
+      bool all = true;
+      for (std::uint32_t i = 0; i < batch.keys.size(); ++i) {
+        if (batch.keys[i].empty()) {
+          results[i] = {ItemStatus::kInvalid, 0};
+          all = false;
+        } else {
+          items.push_back(i);
+        }
+      }
+      if (items.empty()) return;
+      if (all) {
+        fill(batch.keys.strings(), items);
+        return;
+      }
+      mooncake::Strings keys;
+      for (const std::uint32_t i : items) keys.push_back(batch.keys[i]);
+      fill(keys, items);
+    });
+  }
+
+  CallEnd put(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
+    return transfer(MooncakeCall::kPut, batch, results);
+  }
+
+  CallEnd get(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
+    return transfer(MooncakeCall::kGet, batch, results);
+  }
+
+  void register_region(const Region& region) override {
+    const auto refuse = [&](ErrorCode code, std::string expected, std::string hint) {
+      fail(code, kSubject,
+           {"region", describe(region), std::move(expected), std::move(hint)});
+    };
+    if (in_child()) refuse(ErrorCode::kClosed, "the process that made the client", {});
+    if (region.base == nullptr || region.length == 0) {
+      refuse(ErrorCode::kInvalidArgument, "an address and a positive length", {});
+    }
+    {
+      const std::unique_lock lock(regions_mutex_);
+      switch (regions_.fit(region)) {
+        case detail::RegionTable::Fit::kEqual:
+          return;
+        case detail::RegionTable::Fit::kOverlap:
+          refuse(ErrorCode::kInvalidArgument, "no overlap with another region", {});
+          break;
+        case detail::RegionTable::Fit::kNew:
+          break;
+      }
+    }
+    int code = mooncake::kInternalError;
+    std::string thrown;
+    try {
+      code = native_functions_.register_buffer(native_.get(), region.base, region.length);
+    } catch (const std::exception& error) {
+      thrown = error.what();
+    } catch (...) {
+      thrown = "unknown exception";
+    }
+    if (code != 0) {
+      std::string hint;
+      if (protocol_ == "rdma") {
+        const detail::MemoryLock lock = detail::read_memory_lock();
+        const auto problems =
+            detail::check_memory_lock(lock.limit, region.length, lock.privileged);
+        if (!problems.empty()) hint = problems[0].hint;
+      }
+      refuse(ErrorCode::kUnavailable,
+             "0 from Mooncake's register_buffer, not " +
+                 (thrown.empty() ? detail::mooncake_code_text(code) : thrown),
+             std::move(hint));
+    }
+    const std::unique_lock lock(regions_mutex_);
+    regions_.insert(region);
+  }
+
+  void unregister_region(const Region& region) noexcept override {
+    if (in_child()) return;
+    {
+      const std::unique_lock lock(regions_mutex_);
+      if (!regions_.erase(region)) return;
+    }
+    const int code = guarded("unregister_buffer", [&] {
+      return native_functions_.unregister_buffer(native_.get(), region.base);
+    });
+    if (code != 0) {
+      log(LogLevel::kWarning, "Mooncake did not unregister " + describe(region) + ": " +
+                                  detail::mooncake_code_text(code));
+    }
+  }
+
+  void tear_down() noexcept override {
+    if (native_ == nullptr || in_child()) return;
+    const int code =
+        guarded("tearDownAll", [&] { return native_functions_.tear_down_all(native_.get()); });
+    if (code != 0) {
+      log(LogLevel::kWarning,
+          "Mooncake's tearDownAll returned " + detail::mooncake_code_text(code));
+    }
+    guarded("the client's destructor", [&] {
+      native_.reset();
+      return 0;
+    });
+  }
+
+ private:
+  static std::string describe(const Region& region) {
+    std::array<char, 64> text;
+    std::snprintf(text.data(), text.size(), "%p, %zu bytes, device %d",
+                  static_cast<const void*>(region.base), region.length, region.device);
+    return text.data();
+  }
+
+  // Native threads do not exist in a forked child, so no call could ever return there (R71).
+  bool in_child() const noexcept { return ::getpid() != pid_; }
+
+  // Fills all results and returns true when no native call may or need be made.
+  bool refuse_all(const ObjectBatch& batch, std::span<ItemResult> results) noexcept {
+    if (batch.keys.empty()) return true;
+    bool refuse = native_ == nullptr || in_child();
+    // While the master is known to be silent, a cheap connection attempt spares the 4.4 s that each native call takes.
+    if (!refuse && master_silent_.load(std::memory_order_relaxed)) {
+      refuse = !guarded("connect", [&] {
+        return detail::connect_failure(master_, std::min(connect_timeout_, milliseconds(200)))
+            .empty();
+      });
+      if (!refuse) master_silent_.store(false, std::memory_order_relaxed);
+    }
+    if (refuse) std::fill(results.begin(), results.end(), ItemResult{ItemStatus::kUnavailable, 0});
+    return refuse;
+  }
+
+  void note(std::int64_t code, CallEnd& end) noexcept {
+    if (detail::mooncake_client_is_lost(code)) end.broken = true;
+    if (detail::mooncake_master_is_silent(code)) {
+      master_silent_.store(true, std::memory_order_relaxed);
+    }
+  }
+
+  // Runs `body`; if our own code runs out of memory, the call counts as failed and what it started as not quiet.
+  template <class Body>
+  CallEnd contained(const char* what, std::span<ItemResult> results, CallEnd& end,
+                    Body&& body) noexcept {
+    try {
+      body();
+    } catch (...) {
+      log(LogLevel::kError, std::string("no memory in ") + what);
+      std::fill(results.begin(), results.end(), ItemResult{ItemStatus::kFailed, 0});
+      end.quiet = false;
+    }
+    return end;
+  }
+
+  ItemStatus check(const std::string& key, std::span<const Segment> segments,
+                   std::uint64_t& bytes) const {
+    if (key.empty() || segments.empty() || segments.size() > max_slices_) {
+      return ItemStatus::kInvalid;
+    }
+    bytes = 0;
+    for (const Segment& segment : segments) {
+      if (segment.length == 0 || !regions_.covers(segment)) return ItemStatus::kInvalid;
+      bytes += segment.length;
+      if (bytes > kMaxObject) return ItemStatus::kInvalid;
+    }
+    return ItemStatus::kOk;
+  }
+
+  CallEnd transfer(MooncakeCall call, const ObjectBatch& batch,
+                   std::span<ItemResult> results) noexcept {
+    CallEnd end;
+    if (refuse_all(batch, results)) return end;
+    return contained("transfer", results, end, [&] {
+      thread_local Arguments arguments;
+      arguments.clear();
+      std::size_t slices = 0;
+      std::uint32_t begin = 0;
+      for (std::uint32_t i = 0; i < batch.keys.size(); ++i) {
+        const std::uint32_t stop = i < batch.ends.size() ? batch.ends[i] : begin;
+        const bool sane = begin <= stop && stop <= batch.segments.size();
+        const auto segments = sane ? std::span(batch.segments).subspan(begin, stop - begin)
+                                   : std::span<const Segment>();
+        if (sane) begin = stop;
+        std::uint64_t bytes = 0;
+        {
+          const std::shared_lock lock(regions_mutex_);
+          results[i] = {check(batch.keys[i], segments, bytes), 0};
+        }
+        if (results[i].status != ItemStatus::kOk) continue;
+        if (slices + segments.size() > max_slices_) {
+          call_native(call, arguments, results, end);
+          arguments.clear();
+          slices = 0;
+        }
+        // After a doubtful call nothing more is started on this client.
+        if (!end.quiet || end.broken) {
+          results[i] = {ItemStatus::kUnavailable, 0};
+          continue;
+        }
+        arguments.append(batch.keys[i], segments, i, bytes);
+        slices += segments.size();
+      }
+      if (slices != 0) call_native(call, arguments, results, end);
+    });
+  }
+
+  void call_native(MooncakeCall call, Arguments& arguments, std::span<ItemResult> results,
+                   CallEnd& end) {
+    arguments.trim();
+    static constexpr mooncake::ReplicateConfig kDefault;
+    bool threw = true;
+    const Clock::time_point began = Clock::now();
+    const std::vector<int> codes = guarded("a batch transfer", [&] {
+      std::vector<int> answer =
+          call == MooncakeCall::kPut
+              ? native_functions_.batch_put_from_multi_buffers(
+                    native_.get(), arguments.keys, arguments.buffers, arguments.lengths, kDefault)
+              : native_functions_.batch_get_into_multi_buffers(
+                    native_.get(), arguments.keys, arguments.buffers, arguments.lengths, false);
+      threw = false;
+      return answer;
+    });
+    const auto took = Clock::now() - began;
+    if (threw || codes.size() != arguments.items.size()) end.quiet = false;
+    for (std::size_t i = 0; i < arguments.items.size(); ++i) {
+      const std::int64_t code = i < codes.size() ? codes[i] : mooncake::kInternalError;
+      note(code, end);
+      ItemResult result = detail::mooncake_item(call, code, arguments.expected[i]);
+      if (detail::mooncake_may_have_given_up(code, took)) {
+        if (call == MooncakeCall::kGet && code == mooncake::kTransferFailed && took < kShortCall &&
+            has_other_size(arguments.keys[i], arguments.expected[i])) {
+          result.status = ItemStatus::kSizeMismatch;
+        } else {
+          end.quiet = false;
+        }
+      }
+      results[arguments.items[i]] = result;
+    }
+  }
+
+  // A buffer larger than the object is answered with "transfer failed" before anything is transferred; the size tells
+  // that case from a transfer that went wrong.
+  bool has_other_size(const std::string& key, std::uint64_t expected) noexcept {
+    const std::int64_t size =
+        guarded("getSize", [&] { return native_functions_.get_size(native_.get(), key); });
+    return size > 0 && static_cast<std::uint64_t>(size) != expected;
+  }
+
+  const mooncake::Library& library_;
+  const mooncake::StoreFunctions& native_functions_;
+  const HostPort master_;
+  const Duration connect_timeout_;
+  const std::uint32_t max_slices_;
+  const std::uint64_t max_bytes_;
+  const std::string protocol_;
+  const pid_t pid_;
+  std::shared_ptr<mooncake::NativeClient> native_;
+  std::atomic<bool> master_silent_ = false;
+  mutable std::shared_mutex regions_mutex_;
+  detail::RegionTable regions_;
+};
+
+void check_master(const MooncakeOptions& options, const HostPort& master) {
+  const std::string reason = detail::connect_failure(master, options.connect_timeout);
+  if (reason.empty()) return;
+  fail(ErrorCode::kUnavailable, kSubject,
+       {"master", kvprism::to_string(master),
+        "a mooncake_master that accepts connections, but: " + reason,
+        "start one with `mooncake_master -rpc_port=" +
+            std::to_string(master.port.value_or(0)) + "`, or correct the address"});
+}
+
+void check_rdma(const MooncakeOptions& options) {
+  ProblemList problems;
+  problems.append(detail::check_rdma_devices(options.rdma_devices,
+                                             detail::list_rdma_devices(options.rdma_device_folder),
+                                             options.rdma_device_folder));
+  const detail::MemoryLock lock = detail::read_memory_lock();
+  problems.append(detail::check_memory_lock(
+      lock.limit,
+      static_cast<std::uint64_t>(options.global_segment_size + options.local_buffer_size),
+      lock.privileged));
+  // Mooncake obeys this variable before the protocol it was given.
+  if (const char* forced = std::getenv("MC_FORCE_TCP")) {
+    problems.add("environment.MC_FORCE_TCP", forced, "unset with protocol rdma",
+                 "unset it; a process that made a tcp client cannot make an rdma client");
+  }
+  problems.throw_if_any(ErrorCode::kNotFound, kSubject);
+}
+
+bool accepted_by_probe(const std::string& path, const HostPort& master) {
+  const std::string hash = mooncake::hash_file(path);
+  if (hash.empty()) return false;
+  std::string line = mooncake::read_verdict(hash);
+  if (line.empty()) {
+    constexpr std::chrono::seconds kLimit{180};
+    line = mooncake::run_probe(path, kvprism::to_string(master), kLimit);
+  }
+  if (mooncake::verdict_word(line) == mooncake::kVerdictOk) {
+    log(LogLevel::kWarning, "using a Mooncake build that only a probe accepted: " + line);
+    return true;
+  }
+  fail(ErrorCode::kUnsupported, kSubject,
+       {"library", path, "a build that passes the probe", "the probe said: " + line});
+}
+
+std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {
+  const HostPort master = parse_host_port(options.master, "master");
+  if (options.protocol == "rdma") check_rdma(options);
+  check_master(options, master);
+
+  mooncake::OpenRequest request;
+  request.path = find_mooncake_library(options);
+  request.python_library = options.python_library;
+  request.environment = options.environment;
+  if (options.protocol == "tcp") {
+    request.defaults = {{"MC_FORCE_TCP", "1"}, {"MC_TCP_ENABLE_CONNECTION_POOL", "true"}};
+  }
+  if (options.unknown_build == UnknownBuild::kProbe &&
+      mooncake::find_row(mooncake::describe_file(request.path)) == nullptr) {
+    request.accept_unknown = accepted_by_probe(request.path, master);
+  }
+  const mooncake::Library& library = mooncake::open_library(request);
+  return std::make_unique<MooncakeClient>(library, options, master);
+}
+
+}  // namespace
+
+std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
+  ProblemList problems;
+  const auto check_address = [&](const std::string& text, const char* path, bool needs_port) {
+    try {
+      const HostPort address = parse_host_port(text, path);
+      if (needs_port && address.port.value_or(0) == 0) {
+        problems.add(path, text, "a port between 1 and 65535 after the host", "e.g. 127.0.0.1:50051");
+      }
+    } catch (const Error& error) {
+      problems.append(error.problems());
+    }
+  };
+  const auto check_size = [&](std::int64_t size, const char* path) {
+    if (size != 0 && size < kMinSegment) {
+      problems.add(path, std::to_string(size), "0 or at least 16777216 bytes", {});
+    }
+  };
+
+  if (options.master.empty()) {
+    problems.add("master", "", "host:port of mooncake_master", "e.g. 127.0.0.1:50051");
+  } else {
+    check_address(options.master, "master", true);
+  }
+  check_address(options.local_hostname, "local_hostname", false);
+  if (options.metadata_server != "P2PHANDSHAKE" &&
+      options.metadata_server.find("://") == std::string::npos) {
+    problems.add("metadata_server", options.metadata_server,
+                 "P2PHANDSHAKE or a URL with a scheme such as http:// or etcd://", {});
+  }
+  const bool known =
+      std::find(kProtocols.begin(), kProtocols.end(), options.protocol) != kProtocols.end();
+  if (!known) {
+    problems.add("protocol", options.protocol, "tcp or rdma",
+                 suggest(options.protocol, kProtocols));
+  }
+  if (options.protocol == "tcp" && !options.rdma_devices.empty()) {
+    problems.add("rdma_devices", joined(options.rdma_devices, ","), "nothing with protocol tcp", {});
+  }
+  for (std::size_t i = 0; i < options.rdma_devices.size(); ++i) {
+    const std::string& name = options.rdma_devices[i];
+    const std::string path = "rdma_devices[" + std::to_string(i) + "]";
+    if (name.empty() || name.find_first_of(" \t,") != std::string::npos) {
+      problems.add(path, name, "one device name without blanks or commas", {});
+    } else if (std::find(options.rdma_devices.begin(), options.rdma_devices.begin() +
+                             static_cast<std::ptrdiff_t>(i), name) !=
+               options.rdma_devices.begin() + static_cast<std::ptrdiff_t>(i)) {
+      problems.add(path, name, "each device once", {});
+    }
+  }
+  check_size(options.global_segment_size, "global_segment_size");
+  check_size(options.local_buffer_size, "local_buffer_size");
+  if (options.max_slices_per_call < 1 || options.max_slices_per_call > kMaxSlices) {
+    problems.add("max_slices_per_call", std::to_string(options.max_slices_per_call),
+                 "between 1 and 1024", "more of them clog Mooncake's TCP queue for a minute");
+  }
+  if (options.connect_timeout.ns <= 0) {
+    problems.add("connect_timeout", std::to_string(options.connect_timeout.ns),
+                 "a positive number of nanoseconds", {});
+  }
+  for (const auto& [name, value] : options.environment) {
+    if (name.empty() || name.find('=') != std::string::npos) {
+      problems.add("environment", name, "a variable name without '='", {});
+    }
+  }
+  return problems.problems();
+}
+
+std::string find_mooncake_library(const MooncakeOptions& options) {
+  if (!options.library.empty()) return options.library;
+  if (const char* path = std::getenv("KVPRISM_MOONCAKE_LIBRARY"); path != nullptr && *path != 0) {
+    return path;
+  }
+  const std::vector<std::string> folders =
+      options.site_packages.empty() ? mooncake::default_site_packages() : options.site_packages;
+  for (const std::string& folder : folders) {
+    const std::vector<mooncake::LibraryFile> found = mooncake::list_site_packages(folder);
+    if (!found.empty()) return found.front().path;
+  }
+  fail(ErrorCode::kNotFound, "Mooncake library",
+       {"library", folders.empty() ? "no folder to search" : "searched " + joined(folders, ", "),
+        "an installed distribution that lists mooncake/store.so",
+        "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1, or give the path as `library` "
+        "or in KVPRISM_MOONCAKE_LIBRARY"});
+}
+
+BlockingClientFactory mooncake_client_factory(MooncakeOptions options) {
+  ProblemList problems;
+  problems.append(validate_mooncake_options(options));
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "Mooncake options");
+  return [options = std::move(options)] { return make_client(options); };
+}
+
+}  // namespace kvprism

@@ -1,0 +1,162 @@
+#include "preflight.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <limits>
+#include <memory>
+#include <thread>
+
+namespace kvprism::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct AddressList {
+  addrinfo* first = nullptr;
+  int error = 0;
+  AddressList() = default;
+  AddressList(const AddressList&) = delete;
+  AddressList& operator=(const AddressList&) = delete;
+  ~AddressList() {
+    if (first != nullptr) freeaddrinfo(first);
+  }
+};
+
+std::shared_ptr<AddressList> look_up(const HostPort& address, int flags) {
+  auto list = std::make_shared<AddressList>();
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  const std::string port = std::to_string(address.port.value_or(0));
+  list->error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &list->first);
+  return list;
+}
+
+// A numeric address needs no resolver; a name is looked up in a thread that may be left behind.
+std::shared_ptr<AddressList> resolve(const HostPort& address, Clock::time_point end) {
+  if (auto numeric = look_up(address, AI_NUMERICHOST); numeric->error == 0) return numeric;
+  auto promise = std::make_shared<std::promise<std::shared_ptr<AddressList>>>();
+  auto future = promise->get_future();
+  std::thread([promise, address] { promise->set_value(look_up(address, 0)); }).detach();
+  if (future.wait_until(end) != std::future_status::ready) return nullptr;
+  return future.get();
+}
+
+std::string connect_one(const addrinfo& at, Clock::time_point end) {
+  const int socket = ::socket(at.ai_family, at.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (socket < 0) return std::strerror(errno);
+  std::string reason;
+  if (::connect(socket, at.ai_addr, at.ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) {
+      reason = std::strerror(errno);
+    } else {
+      for (;;) {
+        const auto left =
+            std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
+        pollfd wait{socket, POLLOUT, 0};
+        const int ready = left <= 0 ? 0 : ::poll(&wait, 1, static_cast<int>(left) + 1);
+        if (ready < 0 && errno == EINTR) continue;
+        if (ready == 0) reason = "no answer in time";
+        break;
+      }
+      int error = 0;
+      socklen_t size = sizeof(error);
+      if (reason.empty() && ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size) == 0 &&
+          error != 0) {
+        reason = std::strerror(error);
+      }
+    }
+  }
+  ::close(socket);
+  return reason;
+}
+
+}  // namespace
+
+std::string connect_failure(const HostPort& address, Duration limit) {
+  const Clock::time_point end = Clock::now() + std::chrono::nanoseconds(limit.ns);
+  const std::shared_ptr<AddressList> list = resolve(address, end);
+  if (list == nullptr) return "the name did not resolve in time";
+  if (list->error != 0) return gai_strerror(list->error);
+  std::string reason = "the name has no address";
+  for (const addrinfo* at = list->first; at != nullptr; at = at->ai_next) {
+    reason = connect_one(*at, end);
+    if (reason.empty()) break;
+  }
+  return reason;
+}
+
+std::vector<std::string> list_rdma_devices(const std::string& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    names.push_back(entry.path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
+                                        const std::vector<std::string>& present,
+                                        const std::string& folder) {
+  std::vector<Problem> problems;
+  if (present.empty()) {
+    problems.push_back({"protocol", "rdma", "at least one RDMA device in " + folder,
+                        "the folder is empty or missing: load the driver, pass the devices into the "
+                        "container, or choose protocol tcp"});
+    return problems;
+  }
+  std::string list;
+  for (const std::string& name : present) list += list.empty() ? name : ", " + name;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (std::find(present.begin(), present.end(), wanted[i]) != present.end()) continue;
+    problems.push_back({"rdma_devices[" + std::to_string(i) + "]", wanted[i],
+                        "one of the devices in " + folder + ": " + list, {}});
+  }
+  return problems;
+}
+
+std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed,
+                                       bool privileged) {
+  if (privileged || needed <= limit) return {};
+  return {{"memory lock limit", std::to_string(limit) + " bytes",
+           "at least " + std::to_string(needed) + " bytes, which RDMA must lock",
+           "raise it with `ulimit -l unlimited`; in a container start it with `--ulimit memlock=-1` "
+           "or the capability IPC_LOCK"}};
+}
+
+MemoryLock read_memory_lock() noexcept {
+  MemoryLock result;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0) {
+    result.limit = limit.rlim_cur == RLIM_INFINITY ? std::numeric_limits<std::uint64_t>::max()
+                                                   : limit.rlim_cur;
+  }
+  try {
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+      if (!line.starts_with("CapEff:")) continue;
+      constexpr unsigned kIpcLock = 14;  // bit of CAP_IPC_LOCK
+      result.privileged = (std::stoull(line.substr(7), nullptr, 16) >> kIpcLock & 1) != 0;
+    }
+  } catch (...) {
+    result.privileged = false;
+  }
+  return result;
+}
+
+}  // namespace kvprism::detail

@@ -1,0 +1,35 @@
+// Checks made before Mooncake is asked, because its own failures are silent or slow (R54, R67, R68).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvprism/base/error.h"
+#include "kvprism/base/host_port.h"
+#include "kvprism/run/instant.h"
+
+namespace kvprism::detail {
+
+// Empty when a TCP connection to the address was accepted within `limit`, otherwise the reason. Never waits longer:
+// a name that resolves too slowly counts as no answer.
+std::string connect_failure(const HostPort& address, Duration limit);
+
+// Names in `folder`, sorted; empty when there is none or no such folder.
+std::vector<std::string> list_rdma_devices(const std::string& folder);
+
+// What is wrong with the wish for these devices when `present` exist. Pure.
+std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
+                                        const std::vector<std::string>& present,
+                                        const std::string& folder);
+
+// What is wrong with locking `needed` bytes under a soft limit of `limit` bytes (R67). Pure.
+std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed, bool privileged);
+
+struct MemoryLock {
+  std::uint64_t limit = 0;  // bytes; the largest value means unlimited
+  bool privileged = false;  // the process may lock memory beyond the limit
+};
+MemoryLock read_memory_lock() noexcept;
+
+}  // namespace kvprism::detail

@@ -1,0 +1,391 @@
+// Pure parts of the Mooncake backend: result codes, option checks, pre-flight, file facts.
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "backend/mooncake_status.h"
+#include "backend/preflight.h"
+#include "backend/region_table.h"
+#include "kvprism/backend/mooncake_client.h"
+#include "mooncake/elf.h"
+#include "mooncake/finder.h"
+#include "mooncake/library.h"
+#include "mooncake/probe.h"
+
+namespace kvprism {
+namespace {
+
+namespace fs = std::filesystem;
+using detail::MooncakeCall;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// A folder that goes with the test.
+class Folder {
+ public:
+  Folder() {
+    std::string pattern = (fs::temp_directory_path() / "kvprism-XXXXXX").string();
+    path_ = ::mkdtemp(pattern.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  const fs::path& path() const { return path_; }
+  void write(const fs::path& name, const std::string& text) const {
+    fs::create_directories((path_ / name).parent_path());
+    std::ofstream(path_ / name) << text;
+  }
+
+ private:
+  fs::path path_;
+};
+
+MooncakeOptions good_options() {
+  MooncakeOptions options;
+  options.master = "127.0.0.1:50051";
+  return options;
+}
+
+const Problem* find_problem(const std::vector<Problem>& problems, const std::string& path) {
+  const auto at = std::find_if(problems.begin(), problems.end(),
+                               [&](const Problem& problem) { return problem.path == path; });
+  return at == problems.end() ? nullptr : &*at;
+}
+
+TEST(MooncakeStatus, ExistsTellsMissingFromUnfinishedAndUnknown) {
+  const auto status = [](int code) {
+    return detail::mooncake_item(MooncakeCall::kExists, code, 0).status;
+  };
+  EXPECT_EQ(status(1), ItemStatus::kOk);
+  EXPECT_EQ(status(0), ItemStatus::kMissing);
+  for (const int code : {-703, -714}) EXPECT_EQ(status(code), ItemStatus::kNotReady) << code;
+  for (const int code : {-704, -710, -712}) EXPECT_EQ(status(code), ItemStatus::kMissing) << code;
+  for (const int code : {-601, -900}) EXPECT_EQ(status(code), ItemStatus::kUnavailable) << code;
+  EXPECT_EQ(status(-901), ItemStatus::kTimedOut);
+  EXPECT_EQ(status(-1), ItemStatus::kFailed);
+}
+
+TEST(MooncakeStatus, GetComparesBytes) {
+  const auto item = [](int code) { return detail::mooncake_item(MooncakeCall::kGet, code, 100); };
+  EXPECT_EQ(item(100), (ItemResult{ItemStatus::kOk, 100}));
+  EXPECT_EQ(item(99).status, ItemStatus::kSizeMismatch);
+  EXPECT_EQ(item(0).status, ItemStatus::kSizeMismatch);
+  EXPECT_EQ(item(-600).status, ItemStatus::kSizeMismatch);
+  EXPECT_EQ(item(-10).status, ItemStatus::kSizeMismatch);
+  EXPECT_EQ(item(-707).status, ItemStatus::kLeaseLost);
+  EXPECT_EQ(item(-801).status, ItemStatus::kChecksumMismatch);
+  EXPECT_EQ(item(-800).status, ItemStatus::kFailed);
+  EXPECT_EQ(item(-703).status, ItemStatus::kNotReady);
+  EXPECT_EQ(item(-704).status, ItemStatus::kMissing);
+  EXPECT_EQ(item(-123456).status, ItemStatus::kFailed);
+}
+
+TEST(MooncakeStatus, PutKeepsFullAndDuplicateApart) {
+  const auto status = [](int code) {
+    return detail::mooncake_item(MooncakeCall::kPut, code, 100).status;
+  };
+  EXPECT_EQ(status(0), ItemStatus::kOk);
+  EXPECT_EQ(status(-705), ItemStatus::kDuplicate);
+  EXPECT_EQ(status(-200), ItemStatus::kNoSpace);
+  EXPECT_EQ(status(-1700), ItemStatus::kNoSpace);
+  EXPECT_EQ(status(-600), ItemStatus::kFailed);
+  EXPECT_EQ(status(-400), ItemStatus::kInvalid);
+}
+
+TEST(MooncakeStatus, OnlyCertainAnswersAreQuiet) {
+  const auto doubtful = [](int code, auto took) {
+    return detail::mooncake_may_have_given_up(code, took);
+  };
+  for (const int code : {-800, -900, -901}) EXPECT_TRUE(doubtful(code, milliseconds(1))) << code;
+  for (const int code : {0, 100}) EXPECT_FALSE(doubtful(code, seconds(90))) << code;
+  for (const int code : {-1, -200, -600, -703, -704, -707}) {
+    EXPECT_FALSE(doubtful(code, milliseconds(1))) << code;
+    EXPECT_TRUE(doubtful(code, seconds(60))) << code;
+  }
+  EXPECT_TRUE(detail::mooncake_client_is_lost(-601));
+  EXPECT_FALSE(detail::mooncake_client_is_lost(-900));
+}
+
+TEST(MooncakeOptions, GoodOnesHaveNoProblem) {
+  EXPECT_TRUE(validate_mooncake_options(good_options()).empty());
+  MooncakeOptions options = good_options();
+  options.master = "[::1]:50051";
+  options.local_hostname = "host.example";
+  options.global_segment_size = 16 << 20;
+  options.protocol = "rdma";
+  options.rdma_devices = {"mlx5_0", "mlx5_1"};
+  options.metadata_server = "http://127.0.0.1:8080/metadata";
+  EXPECT_TRUE(validate_mooncake_options(options).empty());
+}
+
+TEST(MooncakeOptions, AllProblemsAtOnce) {
+  MooncakeOptions options;
+  options.master = "host";
+  options.local_hostname = "a:b:c";
+  options.metadata_server = "10.0.0.1:2379";
+  options.protocol = "rmda";
+  options.rdma_devices = {"mlx5_0", "mlx5_0", "", "a b"};
+  options.global_segment_size = -1;
+  options.local_buffer_size = 4096;
+  options.max_slices_per_call = 0;
+  options.connect_timeout = {0};
+  const std::vector<Problem> problems = validate_mooncake_options(options);
+  for (const char* path :
+       {"master", "local_hostname", "metadata_server", "protocol", "rdma_devices[1]",
+        "rdma_devices[2]", "rdma_devices[3]", "global_segment_size", "local_buffer_size",
+        "max_slices_per_call", "connect_timeout"}) {
+    EXPECT_NE(find_problem(problems, path), nullptr) << path;
+  }
+  EXPECT_EQ(problems.size(), 11u);
+  EXPECT_NE(find_problem(problems, "protocol")->hint.find("rdma"), std::string::npos);
+  EXPECT_THROW(mooncake_client_factory(options), Error);
+}
+
+TEST(MooncakeOptions, PortsAndSizesAtTheirBounds) {
+  MooncakeOptions options = good_options();
+  for (const char* master : {"h:0", "h:65536", "h:", ":1", "", "[::1", "::1"}) {
+    options.master = master;
+    EXPECT_EQ(validate_mooncake_options(options).size(), 1u) << master;
+  }
+  options = good_options();
+  for (const std::int64_t size : {std::int64_t{1}, std::int64_t{(16 << 20) - 1}}) {
+    options.global_segment_size = size;
+    EXPECT_EQ(validate_mooncake_options(options).size(), 1u) << size;
+  }
+  options = good_options();
+  options.rdma_devices = {"mlx5_0"};
+  EXPECT_NE(find_problem(validate_mooncake_options(options), "rdma_devices"), nullptr);
+}
+
+TEST(Preflight, ConnectsWithinItsLimit) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  socklen_t size = sizeof(address);
+  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
+  const HostPort target{"127.0.0.1", ntohs(address.sin_port)};
+  EXPECT_NE(detail::connect_failure(target, kvprism::seconds(2)), "");
+  ::listen(socket, 1);
+  EXPECT_EQ(detail::connect_failure(target, kvprism::seconds(2)), "");
+  ::close(socket);
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_NE(detail::connect_failure({"no-such-host.invalid", 1}, kvprism::milliseconds(300)), "");
+  EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(2));
+}
+
+TEST(Preflight, RdmaDevicesAreNamed) {
+  const Folder folder;
+  EXPECT_TRUE(detail::list_rdma_devices((folder.path() / "none").string()).empty());
+  auto problems = detail::check_rdma_devices({}, {}, "/sys/x");
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].expected.find("/sys/x"), std::string::npos);
+  fs::create_directory(folder.path() / "mlx5_1");
+  fs::create_directory(folder.path() / "mlx5_0");
+  const auto present = detail::list_rdma_devices(folder.path().string());
+  EXPECT_EQ(present, (std::vector<std::string>{"mlx5_0", "mlx5_1"}));
+  EXPECT_TRUE(detail::check_rdma_devices({"mlx5_1"}, present, "f").empty());
+  problems = detail::check_rdma_devices({"mlx5_0", "mlx5_99"}, present, "f");
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].path, "rdma_devices[1]");
+  EXPECT_NE(problems[0].expected.find("mlx5_0, mlx5_1"), std::string::npos);
+}
+
+TEST(Preflight, RdmaWithoutDevicesIsRefusedBeforeAnythingIsOpened) {
+  const Folder folder;
+  MooncakeOptions options = good_options();
+  options.protocol = "rdma";
+  options.rdma_device_folder = folder.path().string();
+  options.library = "/nonexistent";
+  try {
+    mooncake_client_factory(options)();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kNotFound);
+    EXPECT_NE(std::string(error.what()).find(folder.path().string()), std::string::npos);
+  }
+}
+
+TEST(Preflight, MemoryLockSaysNumbersAndCure) {
+  EXPECT_TRUE(detail::check_memory_lock(65536, 65536, false).empty());
+  EXPECT_TRUE(detail::check_memory_lock(65536, 1 << 30, true).empty());
+  EXPECT_TRUE(detail::check_memory_lock(std::numeric_limits<std::uint64_t>::max(), 1 << 30, false)
+                  .empty());
+  const auto problems = detail::check_memory_lock(65536, 1 << 30, false);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].value.find("65536"), std::string::npos);
+  EXPECT_NE(problems[0].expected.find("1073741824"), std::string::npos);
+  EXPECT_NE(problems[0].hint.find("ulimit -l"), std::string::npos);
+}
+
+TEST(Preflight, UnreachableMasterIsNamed) {
+  MooncakeOptions options = good_options();
+  options.master = "127.0.0.1:1";
+  const auto began = std::chrono::steady_clock::now();
+  try {
+    mooncake_client_factory(options)();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
+    EXPECT_NE(std::string(error.what()).find("127.0.0.1:1"), std::string::npos);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(3));
+}
+
+TEST(RegionTable, FindsOverlapsAndCoverage) {
+  std::array<std::byte, 4096> memory;
+  std::byte* const base = memory.data();
+  detail::RegionTable table;
+  table.insert({base + 1024, 1024, -1});
+  table.insert({base + 2048, 512, -1});
+  using Fit = detail::RegionTable::Fit;
+  EXPECT_EQ(table.fit({base + 1024, 1024, -1}), Fit::kEqual);
+  EXPECT_EQ(table.fit({base + 1024, 1023, -1}), Fit::kOverlap);
+  EXPECT_EQ(table.fit({base, 1024, -1}), Fit::kNew);
+  EXPECT_EQ(table.fit({base, 1025, -1}), Fit::kOverlap);
+  EXPECT_EQ(table.fit({base + 2559, 1, -1}), Fit::kOverlap);
+  EXPECT_EQ(table.fit({base + 2560, 1, -1}), Fit::kNew);
+  EXPECT_TRUE(table.covers({base + 1024, 1024}));
+  EXPECT_TRUE(table.covers({base + 2047, 1}));
+  EXPECT_FALSE(table.covers({base + 1023, 1}));
+  EXPECT_FALSE(table.covers({base + 2560, 1}));
+  // Regions that touch are registered apart, so no segment may span them.
+  EXPECT_FALSE(table.covers({base + 2047, 2}));
+  EXPECT_FALSE(table.covers({base + 1024, std::numeric_limits<std::size_t>::max()}));
+  EXPECT_FALSE(table.covers({nullptr, 1}));
+  EXPECT_TRUE(table.erase({base + 2048, 512, -1}));
+  EXPECT_FALSE(table.erase({base + 2048, 512, -1}));
+}
+
+TEST(LibraryFile, HashesAreThoseOfTheStandard) {
+  const Folder folder;
+  folder.write("empty", "");
+  folder.write("abc", "abc");
+  folder.write("long", std::string(1'000'000, 'a'));
+  EXPECT_EQ(mooncake::hash_file((folder.path() / "empty").string()),
+            "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+  EXPECT_EQ(mooncake::hash_file((folder.path() / "abc").string()),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  EXPECT_EQ(mooncake::hash_file((folder.path() / "long").string()),
+            "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+  EXPECT_EQ(mooncake::hash_file((folder.path() / "none").string()), "");
+}
+
+TEST(LibraryFile, BuildIdOfWhatIsNoLibraryIsEmpty) {
+  const Folder folder;
+  folder.write("text", "no library");
+  folder.write("short", "\x7f" "ELF\x02");
+  EXPECT_EQ(mooncake::read_build_id((folder.path() / "text").string()), "");
+  EXPECT_EQ(mooncake::read_build_id((folder.path() / "short").string()), "");
+  EXPECT_EQ(mooncake::read_build_id((folder.path() / "none").string()), "");
+}
+
+// An installed distribution as pip leaves it, around a library that is none.
+void install(const Folder& folder, const std::string& version, const std::string& library) {
+  const std::string info = "mooncake_transfer_engine_test-" + version + ".dist-info";
+  folder.write(info + "/METADATA",
+               "Metadata-Version: 2.1\nName: mooncake-transfer-engine-test\nVersion: " + version +
+                   "\n\nName: not this one\n");
+  folder.write(info + "/WHEEL", "Wheel-Version: 1.0\nTag: cp311-cp311-manylinux_2_28_x86_64\n");
+  folder.write(info + "/RECORD",
+               "mooncake/__init__.py,sha256=x,1\nmooncake/engine.so,sha256=x,1\n" + library +
+                   ",sha256=x,1\n");
+  folder.write(library, "no library");
+}
+
+TEST(Finder, ReadsTheFileListWhateverTheNameOfTheLibrary) {
+  for (const std::string library :
+       {"mooncake/store.so", "mooncake/_store.cpython-311-x86_64-linux-gnu.so"}) {
+    const Folder folder;
+    install(folder, "9.9", library);
+    const auto found = mooncake::list_site_packages(folder.path().string());
+    ASSERT_EQ(found.size(), 1u);
+    EXPECT_EQ(found[0].distribution, "mooncake-transfer-engine-test");
+    EXPECT_EQ(found[0].version, "9.9");
+    EXPECT_EQ(found[0].python_tag, "cp311");
+    EXPECT_TRUE(found[0].path.ends_with(library));
+    EXPECT_EQ(mooncake::describe_file((folder.path() / library).string()).version, "9.9");
+    MooncakeOptions options = good_options();
+    options.site_packages = {"/nonexistent", folder.path().string()};
+    EXPECT_EQ(find_mooncake_library(options), found[0].path);
+  }
+}
+
+TEST(Finder, SaysWhereItLooked) {
+  const Folder folder;
+  MooncakeOptions options = good_options();
+  options.site_packages = {folder.path().string()};
+  try {
+    find_mooncake_library(options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kNotFound);
+    EXPECT_NE(std::string(error.what()).find(folder.path().string()), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("pip install"), std::string::npos);
+  }
+}
+
+TEST(Library, UnknownBuildIsRefusedWithTheKnownOnesAndTheWayToOptIn) {
+  const Folder folder;
+  install(folder, "9.9", "mooncake/store.so");
+  try {
+    mooncake::open_library({.path = (folder.path() / "mooncake/store.so").string(),
+                            .python_library = {},
+                            .accept_unknown = false,
+                            .defaults = {},
+                            .environment = {}});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    const std::string text = error.what();
+    for (const char* part : {"9.9", "mooncake-transfer-engine-test", "0.3.13.post1",
+                             "kvprism-mooncake-probe", "unknown_build"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+    }
+  }
+}
+
+TEST(Library, RowsAreUniqueAndComplete) {
+  const auto rows = known_mooncake_builds();
+  ASSERT_FALSE(rows.empty());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i].build_id.size(), 40u);
+    for (std::size_t j = 0; j < i; ++j) EXPECT_NE(rows[i].build_id, rows[j].build_id);
+  }
+  const MooncakeAbiRow& row = rows[0];
+  EXPECT_EQ(mooncake::find_row({"p", "", "", "", std::string(row.build_id)}), &row);
+  EXPECT_EQ(mooncake::find_row({"p", std::string(row.distribution), "0.0", "",
+                                std::string(row.build_id)}),
+            nullptr);
+  EXPECT_EQ(mooncake::find_row({"p", std::string(row.distribution), std::string(row.version), "",
+                                ""}),
+            nullptr);
+}
+
+TEST(Probe, VerdictsAreCachedByHash) {
+  const Folder folder;
+  ::setenv("XDG_CACHE_HOME", folder.path().c_str(), 1);
+  EXPECT_EQ(mooncake::read_verdict("00ff"), "");
+  const std::string line =
+      "{\"verdict\": \"crash\", \"detail\": " + mooncake::json_quote("a \"b\"\n\x01\\") + "}";
+  EXPECT_TRUE(mooncake::write_verdict("00ff", line));
+  EXPECT_EQ(mooncake::read_verdict("00ff"), line);
+  EXPECT_EQ(mooncake::verdict_word(line), "crash");
+  EXPECT_EQ(mooncake::verdict_word("{}"), "");
+  EXPECT_EQ(line.find('\n'), std::string::npos);
+  ::unsetenv("XDG_CACHE_HOME");
+}
+
+}  // namespace
+}  // namespace kvprism
