@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?= --soak
 
-.PHONY: help setup build demo test test-asan test-tsan test-mutants lint format bench fuzz soak clean
+.PHONY: help setup build demo test test-asan test-tsan test-mutants lint format wheel bench fuzz soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -37,6 +37,9 @@ lint: setup ## Formats, types, spelling, rooms
 
 format: setup ## Rewrite sources, or FILES, into the project's format
 	@bash scripts/format.sh $(FILES)
+
+wheel: setup ## Build dist/*.whl and check its contents
+	@bash scripts/wheel.sh
 
 bench: ## C++ benchmarks; BENCH_ARGS go to each program
 	@bash scripts/bench.sh $(BENCH_ARGS)
