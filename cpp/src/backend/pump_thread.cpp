@@ -1,0 +1,164 @@
+#include "kvprism/backend/pump_thread.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "kvprism/backend/clock.h"
+#include "kvprism/backend/wake_signal.h"
+
+namespace kvprism {
+namespace {
+
+// What a worker may need beyond its budget to come back.
+constexpr Duration kGrace = seconds(2);
+
+// Signals belong to the engine's threads, so a new thread starts with all of them blocked.
+class BlockedSignals {
+ public:
+  BlockedSignals() noexcept {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+struct PumpThread::State {
+  State(std::shared_ptr<StoreWorker> pumped, const PumpThreadOptions& wanted)
+      : worker(std::move(pumped)), options(wanted) {}
+
+  const std::shared_ptr<StoreWorker> worker;
+  const PumpThreadOptions options;
+  WakeSignal signal;
+
+  std::mutex mutex;
+  std::condition_variable changed;  // moves or ended
+  std::uint64_t moves = 0;
+  bool stopping = false;
+  Duration budget;
+  bool ended = false;
+  CloseReport report;
+
+  void count_move() {
+    {
+      const std::lock_guard lock(mutex);
+      ++moves;
+    }
+    changed.notify_all();
+  }
+  bool must_stop() {
+    const std::lock_guard lock(mutex);
+    return stopping;
+  }
+
+  void run() {
+    while (!must_stop()) {
+      if (worker->pump(monotonic_now())) {
+        count_move();
+        continue;
+      }
+      const bool busy = worker->counters().jobs_alive != 0;
+      signal.wait(busy ? options.busy_interval : options.idle_interval);
+    }
+    Duration allowed;
+    {
+      const std::lock_guard lock(mutex);
+      allowed = budget;
+    }
+    CloseReport closed = worker->close(monotonic_now(), allowed);
+    {
+      const std::lock_guard lock(mutex);
+      report = std::move(closed);
+      ended = true;
+      ++moves;
+    }
+    changed.notify_all();
+  }
+};
+
+struct PumpThread::Handle {
+  std::mutex mutex;  // of the thread object
+  std::thread thread;
+  pid_t owner = 0;  // the process that has the thread
+};
+
+PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
+                       const std::shared_ptr<ObjectStore>& store,
+                       const PumpThreadOptions& options) {
+  ProblemList problems;
+  if (!worker) problems.add("worker", "null", "a store worker");
+  if (options.busy_interval.ns <= 0)
+    problems.add("busy_interval", std::to_string(options.busy_interval.ns) + " ns", "more than 0");
+  if (options.idle_interval.ns <= 0)
+    problems.add("idle_interval", std::to_string(options.idle_interval.ns) + " ns", "more than 0");
+  problems.throw_if_any(ErrorCode::kInvalidArgument, "pump thread");
+  state_ = std::make_shared<State>(std::move(worker), options);
+  handle_ = std::make_unique<Handle>();
+  if (store) store->set_wakeup(state_->signal.wakeup());
+  const BlockedSignals blocked;
+  // The thread shares its state: it may have to be left behind.
+  handle_->thread = std::thread([state = state_] {
+    pthread_setname_np(pthread_self(), "kvp-pump");
+    state->run();
+  });
+  handle_->owner = getpid();
+}
+
+PumpThread::~PumpThread() { stop({}); }
+
+void PumpThread::notify() noexcept { state_->signal.notify(); }
+
+std::uint64_t PumpThread::moves() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->moves;
+}
+
+bool PumpThread::wait_moved(std::uint64_t seen, Duration longest) const {
+  std::unique_lock lock(state_->mutex);
+  return state_->changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
+                                  [&] { return state_->moves != seen || state_->ended; });
+}
+
+CloseReport PumpThread::stop(Duration budget) {
+  if (handle_->owner != getpid()) {
+    // A forked child has no such thread; joining it would wait for ever.
+    if (handle_->thread.joinable()) handle_->thread.detach();
+    return {};
+  }
+  State& state = *state_;
+  {
+    const std::lock_guard lock(state.mutex);
+    if (!state.stopping) state.budget = budget;
+    state.stopping = true;
+  }
+  state.signal.notify();
+  CloseReport report;
+  bool ended = false;
+  {
+    std::unique_lock lock(state.mutex);
+    const Duration longest = state.budget + kGrace;
+    ended = state.changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
+                                   [&] { return state.ended; });
+    report = state.report;
+  }
+  const std::lock_guard lock(handle_->mutex);
+  if (handle_->thread.joinable()) ended ? handle_->thread.join() : handle_->thread.detach();
+  if (!ended) ++report.unquiet;
+  return report;
+}
+
+}  // namespace kvprism
