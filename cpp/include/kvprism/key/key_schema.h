@@ -48,12 +48,18 @@ struct RankPosition {
   bool operator==(const RankPosition&) const = default;
 };
 
+// Position of a rank: tensor ranks next to each other, then prefill context, then pipeline (the order of vLLM's process
+// groups); decode context reuses the tensor ranks, dcp = tp mod dcp size. `rank` must be below parallel.world().
+KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept;
+
 // Schema `kvprism`:  kvp1/<namespace>/<fingerprint, 32 hex>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash, hex>
-// A namespace may hold letters, digits, '.', '_', '-', '@', '/' escaped as %XX otherwise; empty is "-".
+// In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte is %XX, so that it is
+// one path component and no two namespaces spell alike; empty is "-", and "-" itself is "%2D".
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema {
  public:
-  // Throws Error with all problems (empty model, hash_is_stable false, ...).
+  // Throws Error (kInvalidConfig) with all problems: nothing to store, an empty model or hash algorithm, text that is not
+  // UTF-8, hash_is_stable false (R38).
   static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection, const KeyFacts& facts);
 
   ~KeySchema();
@@ -65,12 +71,14 @@ class KVPRISM_API KeySchema {
   const std::string& fingerprint() const noexcept;  // 32 hex digits
   const std::vector<DigestFact>& facts() const noexcept;  // what the fingerprint covers
 
-  // Positions whose shards must all exist for a group's chunk to count as present.
+  // Positions whose shards must all exist for a group's chunk to count as present: every rank's, in rank order.
   std::span<const RankPosition> shards(StoreIndex group) const noexcept;
   // The position under which `rank` stores the group: itself, or the one that it shares with its replicas.
   RankPosition shard_of(StoreIndex group, const RankPosition& rank) const noexcept;
 
   // Appends one key. No allocation once the slot has its capacity. `hash` has the width of the request's HashList.
+  // Throws Error (kInvalidArgument) and appends nothing when the hash is not 16 to 64 bytes wide (R39), or when `shard`
+  // is the position of no rank.
   void append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                   std::span<const std::uint8_t> hash) const;
 

@@ -1,0 +1,281 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <string>
+
+#include "kvprism/base/error.h"
+#include "kvprism/key/key_schema.h"
+
+namespace kvprism {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Given {
+  CacheConfig config;
+  KeyFacts facts;
+};
+
+Given base() {
+  Given setup;
+  setup.config.num_blocks = 64;
+  setup.config.parallel = {.tp = 2, .pp = 1, .pcp = 1, .dcp = 1};
+  GroupConfig attention;
+  attention.spec.kind = "full_attention";
+  attention.spec.block_size = 16;
+  attention.spec.payload = AttentionPayload{2, 4, 64, 64, DType::kBFloat16, 1};
+  attention.layers = {"a"};
+  GroupConfig ring = attention;
+  ring.spec.kind = "circular_buffer";
+  ring.spec.block_size = 8;
+  ring.layers = {"r"};
+  GroupConfig window = attention;
+  window.spec.kind = "sliding_window";
+  window.spec.sliding_window = 128;
+  window.layers = {"w"};
+  GroupConfig mamba;
+  mamba.spec.kind = "mamba";
+  mamba.spec.block_size = 32;
+  mamba.spec.payload = StatePayload{{{4, 32}, {3}}, {DType::kFloat32, DType::kBFloat16}, "align"};
+  mamba.layers = {"m"};
+  setup.config.groups = {attention, ring, window, mamba};
+  setup.facts = {"org/model", "a", "none", "sha256_cbor", true};
+  return setup;
+}
+
+std::shared_ptr<const KeySchema> make(const Given& setup) {
+  return KeySchema::kvprism(Projection::make(setup.config, SpecRegistry::builtin()), setup.facts);
+}
+
+std::vector<std::uint8_t> hash_of(std::uint8_t seed, std::size_t width = 32) {
+  std::vector<std::uint8_t> hash(width);
+  for (std::size_t i = 0; i < width; ++i) hash[i] = static_cast<std::uint8_t>(seed + i);
+  return hash;
+}
+
+std::string key_of(const KeySchema& schema, StoreIndex group = StoreIndex{0}, RankPosition shard = {},
+                   std::uint8_t seed = 0xF0) {
+  KeySlots slots;
+  schema.append_key(slots, group, shard, hash_of(seed));
+  return slots[0];
+}
+
+std::string key_of(const Given& setup) { return key_of(*make(setup)); }
+
+// The text of keys is a promise to every store that holds objects already.
+TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
+  EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
+            "kvp1/-/81ff6a4dad6eb15e10a2f7ba23b7c800/1.0.0.0/1/f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
+}
+
+// R35, R38: every fact changes every key.
+TEST(KeySchema, EveryFactChangesTheKey) {
+  const std::pair<const char*, std::function<void(Given&)>> changes[] = {
+      {"nothing", [](Given&) {}},
+      {"model", [](Given& s) { s.facts.model = "org/model2"; }},
+      {"revision", [](Given& s) { s.facts.model_revision = "b"; }},
+      {"quantization", [](Given& s) { s.facts.kv_quantization = "fp8_per_tensor"; }},
+      {"hash algorithm", [](Given& s) { s.facts.hash_algorithm = "xxhash_cbor"; }},
+      {"hash unit", [](Given& s) { s.config.hash_block_size = 8; }},
+      {"layout", [](Given& s) { s.config.kv_layout = "BLHNC"; }},
+      {"namespace", [](Given& s) { s.config.key_namespace = "a"; }},
+      {"tp", [](Given& s) { s.config.parallel.tp = 4; }},
+      {"pp", [](Given& s) { s.config.parallel.pp = 2; }},
+      {"pcp", [](Given& s) { s.config.parallel.pcp = 2; }},
+      {"dtype", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat8E4M3; }},
+      {"dtype of equal size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat16; }},
+      {"block size", [](Given& s) { s.config.groups[0].spec.block_size = 32; }},
+      {"local heads", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).num_kv_heads = 4; }},
+      {"total heads", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).total_num_kv_heads = 8; }},
+      {"head size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).head_size = 128; }},
+      {"value size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).head_size_v = 0; }},
+      {"key and value sizes swapped",
+       [](Given& s) {
+         std::get<0>(s.config.groups[0].spec.payload).head_size = 32;
+         std::get<0>(s.config.groups[0].spec.payload).head_size_v = 96;
+       }},
+      {"compression", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).compression = 2; }},
+      {"padding", [](Given& s) { s.config.groups[0].spec.page_size_padded = 10000; }},
+      {"draft", [](Given& s) { s.config.groups[0].is_eagle_group = true; }},
+      {"window", [](Given& s) { s.config.groups[2].spec.sliding_window = 64; }},
+      {"state shape", [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).shapes = {{32, 4}, {3}}; }},
+      {"state dtype",
+       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).dtypes = {DType::kFloat32, DType::kFloat16}; }},
+      {"state mode", [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).cache_mode = "all"; }},
+      {"another group", [](Given& s) { s.config.groups.pop_back(); }},
+      {"no window", [](Given& s) { s.config.groups.erase(s.config.groups.begin() + 2); }},
+      {"dcp",
+       [](Given& s) {
+         s.config.groups.erase(s.config.groups.begin() + 2);
+         s.config.parallel.dcp = 2;
+       }},
+      {"order", [](Given& s) { std::swap(s.config.groups[0], s.config.groups[3]); }},
+  };
+  std::set<std::string> seen;
+  for (const auto& [name, change] : changes) {
+    Given setup = base();
+    change(setup);
+    EXPECT_TRUE(seen.insert(key_of(setup)).second) << name;
+    EXPECT_EQ(key_of(setup), key_of(setup)) << name;
+  }
+}
+
+// Facts never run into each other, whatever they hold.
+TEST(KeySchema, FactsDoNotRunTogether) {
+  Given one = base();
+  one.facts.model = "m";
+  one.facts.model_revision = "r\nkv_quantization=4:none";
+  Given two = base();
+  two.facts.model = "m\nmodel_revision=1:r";
+  EXPECT_NE(key_of(one), key_of(two));
+}
+
+// What is not stored gives no stored byte its meaning.
+TEST(KeySchema, ScratchDoesNotChangeTheKey) {
+  Given setup = base();
+  setup.config.groups[1].spec.block_size = 4;
+  EXPECT_EQ(key_of(setup), key_of(base()));
+  setup.config.groups.erase(setup.config.groups.begin() + 1);
+  EXPECT_EQ(key_of(setup), key_of(base()));
+  setup.config.num_blocks = 10;
+  EXPECT_EQ(key_of(setup), key_of(base()));
+}
+
+TEST(KeySchema, EveryPartOfAKeyCounts) {
+  Given setup = base();
+  setup.config.parallel = {.tp = 2, .pp = 2, .pcp = 2, .dcp = 2};
+  setup.config.groups.erase(setup.config.groups.begin() + 2);
+  const auto schema = make(setup);
+  std::set<std::string> seen;
+  std::size_t count = 0;
+  for (const StoreIndex group : indices<StoreIndex>(2)) {
+    for (const RankPosition& shard : schema->shards(group)) {
+      for (const std::uint8_t seed : {1, 2}) {
+        EXPECT_TRUE(seen.insert(key_of(*schema, group, shard, seed)).second);
+        ++count;
+      }
+    }
+  }
+  EXPECT_EQ(count, 2U * 8 * 2);
+}
+
+TEST(KeySchema, NamespacesAreOneComponentAndNeverSpellAlike) {
+  const char* const names[] = {"",    "-",     "%2D", "a",   "A",     "a/b", "a%2Fb", "a%2fb", "a@b", "@",
+                               "%",   "%%",    "/",   "//",  ".",     "..",  "ä",     "a\u0308", "日本", " ",
+                               "a b", "a\tb",  "a+b", "a\\b", "a\nb", "--",  "_"};
+  std::set<std::string> seen;
+  for (const char* const name : names) {
+    Given setup = base();
+    setup.config.key_namespace = name;
+    const std::string key = key_of(setup);
+    const std::size_t end = key.find('/', 5);
+    const std::string component = key.substr(5, end - 5);
+    EXPECT_TRUE(seen.insert(component).second) << name;
+    EXPECT_EQ(std::count(key.begin(), key.end(), '/'), 5) << key;
+    EXPECT_EQ(component.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-@%"),
+              std::string::npos)
+        << component;
+  }
+  EXPECT_THAT(key_of(base()), StartsWith("kvp1/-/"));
+  Given setup = base();
+  setup.config.key_namespace = "team/ä@1";
+  EXPECT_THAT(key_of(setup), StartsWith("kvp1/team%2F%C3%A4@1/"));
+}
+
+// R37: a scheduler that knows only the config and the workers build the same keys.
+TEST(KeySchema, SchedulerAndWorkersAgree) {
+  Given setup = base();
+  setup.config.parallel = {.tp = 4, .pp = 2, .pcp = 2, .dcp = 2};
+  setup.config.groups.erase(setup.config.groups.begin() + 2);
+  const auto scheduler = make(setup);
+  std::set<std::string> asked;
+  for (const RankPosition& shard : scheduler->shards(StoreIndex{1})) {
+    asked.insert(key_of(*scheduler, StoreIndex{1}, shard));
+  }
+  std::set<std::string> stored;
+  for (std::uint32_t rank = 0; rank < setup.config.parallel.world(); ++rank) {
+    Given own = setup;
+    own.config.groups[0].layers = {"only on " + std::to_string(rank)};
+    own.config.num_blocks = 100 + rank;
+    const auto worker = make(own);
+    const RankPosition position = rank_position(Rank{rank}, own.config.parallel);
+    stored.insert(key_of(*worker, StoreIndex{1}, worker->shard_of(StoreIndex{1}, position)));
+  }
+  EXPECT_EQ(asked, stored);
+  EXPECT_EQ(asked.size(), 16U);
+}
+
+TEST(RankPositions, RunOverTensorThenContextThenPipeline) {
+  const ParallelSizes parallel{.tp = 4, .pp = 2, .pcp = 3, .dcp = 2};
+  EXPECT_EQ(rank_position(Rank{0}, parallel), (RankPosition{}));
+  EXPECT_EQ(rank_position(Rank{3}, parallel), (RankPosition{.tp = 3, .dcp = 1}));
+  EXPECT_EQ(rank_position(Rank{4}, parallel), (RankPosition{.pcp = 1}));
+  EXPECT_EQ(rank_position(Rank{23}, parallel), (RankPosition{.tp = 3, .pp = 1, .pcp = 2, .dcp = 1}));
+}
+
+TEST(KeySchema, AppendingAllocatesOnlyTheFirstTime) {
+  const auto schema = make(base());
+  KeySlots slots;
+  const auto fill = [&](std::uint8_t seed) {
+    for (int i = 0; i < 100; ++i) schema->append_key(slots, StoreIndex{0}, {.tp = 1}, hash_of(seed));
+    std::set<const char*> memory;
+    for (const std::string& key : slots.strings()) memory.insert(key.data());
+    return memory;
+  };
+  const std::set<const char*> first = fill(7);
+  const std::string key = slots[0];
+  slots.clear();
+  EXPECT_EQ(fill(8), first) << "the same memory";
+  EXPECT_NE(slots[0], key);
+}
+
+TEST(KeySchema, AReusedSlotHoldsNothingOfItsFormerKey) {
+  const auto schema = make(base());
+  KeySlots slots;
+  schema->append_key(slots, StoreIndex{0}, {}, hash_of(1, 64));
+  slots.clear();
+  schema->append_key(slots, StoreIndex{0}, {}, hash_of(1, 16));
+  EXPECT_THAT(slots[0], testing::EndsWith("/0/0102030405060708090a0b0c0d0e0f10"));
+}
+
+// R39: a hash cut to 64 bits is refused.
+TEST(KeySchema, RefusesHashesAndShardsOutsideTheContract) {
+  const auto schema = make(base());
+  KeySlots slots;
+  for (const std::size_t width : {0U, 8U, 15U, 65U}) {
+    EXPECT_THROW(schema->append_key(slots, StoreIndex{0}, {}, hash_of(1, width)), Error) << width;
+  }
+  const RankPosition nowhere[] = {{.tp = 2}, {.pp = 1}, {.pcp = 1}, {.dcp = 1}, {.tp = 0xFFFFFFFF, .pp = 0xFFFFFFFF}};
+  for (const RankPosition& shard : nowhere) {
+    EXPECT_THROW(schema->append_key(slots, StoreIndex{0}, shard, hash_of(1)), Error);
+  }
+  EXPECT_TRUE(slots.empty());
+}
+
+TEST(KeySchema, TellsEveryProblemOfTheFactsAtOnce) {
+  Given setup = base();
+  setup.config.groups.erase(setup.config.groups.begin() + 2, setup.config.groups.end());
+  setup.config.groups.erase(setup.config.groups.begin());
+  setup.facts = {"", "\xff", "none", "", false};
+  try {
+    make(setup);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.problems().size(), 5U);
+    EXPECT_THAT(error.what(), HasSubstr("PYTHONHASHSEED"));
+  }
+}
+
+TEST(KeySchema, ShowsWhatItsFingerprintCovers) {
+  const auto schema = make(base());
+  EXPECT_EQ(schema->name(), "kvprism");
+  EXPECT_EQ(schema->fingerprint().size(), 32U);
+  EXPECT_THAT(schema->facts(), testing::Contains(DigestFact{"store_groups[2].states", "float32[4,32]; bfloat16[3]"}));
+}
+
+}  // namespace
+}  // namespace kvprism
