@@ -27,6 +27,7 @@ if(xxHash_FOUND AND NOT TARGET xxHash::xxHash_inline)
     xxHash::xxHash_inline
     PROPERTIES
       INTERFACE_INCLUDE_DIRECTORIES "${xxHash_INCLUDE_DIR}"
-      INTERFACE_COMPILE_DEFINITIONS XXH_INLINE_ALL
+      # Empty, as sources that say `#define XXH_INLINE_ALL` define it.
+      INTERFACE_COMPILE_DEFINITIONS "XXH_INLINE_ALL="
   )
 endif()

@@ -72,7 +72,11 @@ if ! CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" pip install -v --no-deps --no-build-isol
   -Ccmake.define.KVPRISM_BUILD_TESTS=ON \
   -Ccmake.define.KVPRISM_WERROR="${KVPRISM_WERROR:-OFF}" \
   -e . 2>&1 | tee "$log" | sed -n -u -E 's/^ *(\[[0-9]+\/[0-9]+\] .*)/\1/p'; then
-  tail -n 80 "$log" >&2
+  if grep -q 'FAILED: ' "$log"; then
+    sed -n '/FAILED: /,/ninja: build stopped/p' "$log" | head -n 60 >&2
+  else
+    tail -n 40 "$log" >&2
+  fi
   die "the build failed; the whole log is .venv/install.log"
 fi
 
