@@ -1,0 +1,48 @@
+#include "kvprism/base/error.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+
+namespace kvprism {
+namespace {
+
+TEST(Error, OneProblemIsOneLine) {
+  const Error error(ErrorCode::kInvalidConfig, "cache config",
+                    {{"groups[1].block_size", "-8", "a positive integer", "tokens per block"}});
+  EXPECT_STREQ(error.what(),
+               "cache config: groups[1].block_size = -8: expected a positive integer (tokens per block)");
+  EXPECT_EQ(to_string(error.code()), "invalid_config");
+}
+
+TEST(Error, AllProblemsComeAtOnce) {
+  ProblemList problems;
+  EXPECT_NO_THROW(problems.throw_if_any(ErrorCode::kInvalidConfig, "nothing"));
+  problems.add("a", "1", "2");
+  problems.add("b", "", "a value");
+  try {
+    problems.throw_if_any(ErrorCode::kMismatch, "two sides");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "two sides: 2 problems\n  a = 1: expected 2\n  b: expected a value");
+    EXPECT_EQ(error.problems().size(), 2u);
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+  }
+}
+
+TEST(Error, EveryCodeHasAWord) {
+  for (int code = 0; code <= static_cast<int>(ErrorCode::kClosed); ++code) {
+    EXPECT_NE(to_string(static_cast<ErrorCode>(code)), "unknown");
+  }
+}
+
+TEST(Suggest, FindsTheNearWordAndNoFarOne) {
+  const std::array<std::string_view, 3> known{"block_size", "num_blocks", "kind"};
+  EXPECT_EQ(suggest("blok_size", known), "did you mean 'block_size'?");
+  EXPECT_EQ(suggest("knid", known), "did you mean 'kind'?");
+  EXPECT_EQ(suggest("temperature", known), "");
+  EXPECT_EQ(suggest("", known), "");
+}
+
+}  // namespace
+}  // namespace kvprism

@@ -1,0 +1,78 @@
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <thread>
+#include <type_traits>
+
+#include "kvprism/run/instant.h"
+#include "kvprism/run/mailbox.h"
+#include "kvprism/run/ready_token.h"
+
+namespace kvprism {
+namespace {
+
+static_assert(!std::is_default_constructible_v<ReadyToken>, "a save must say when its bytes are there (R12)");
+
+struct FakeEvent {
+  int answer = 600;
+  int destroyed = 0;
+};
+
+TEST(ReadyToken, AsksTheDeviceAndOwnsItsEvent) {
+  FakeEvent event;
+  {
+    const DeviceEventApi api{[](void* e) { return static_cast<FakeEvent*>(e)->answer; }, 600,
+                             [](void* e) { ++static_cast<FakeEvent*>(e)->destroyed; }};
+    const ReadyToken token = ReadyToken::device_event(&event, api);
+    const ReadyToken copy = token;
+    EXPECT_EQ(token.query(), ReadyState::kPending);
+    event.answer = 0;
+    EXPECT_EQ(copy.query(), ReadyState::kReady);
+    event.answer = 700;
+    EXPECT_EQ(copy.query(), ReadyState::kFailed);
+  }
+  EXPECT_EQ(event.destroyed, 1) << "once, by the last copy";
+  EXPECT_EQ(ReadyToken::host().query(), ReadyState::kReady);
+}
+
+TEST(Mailbox, IsBoundedAndKeepsOrder) {
+  Mailbox<std::unique_ptr<int>> box(2);
+  EXPECT_TRUE(box.try_push(std::make_unique<int>(1)));
+  EXPECT_TRUE(box.try_push(std::make_unique<int>(2)));
+  auto third = std::make_unique<int>(3);
+  EXPECT_FALSE(box.try_push(std::move(third)));
+  ASSERT_NE(third, nullptr) << "a refused item stays with its owner";
+  std::unique_ptr<int> item;
+  ASSERT_TRUE(box.try_pop(item));
+  EXPECT_EQ(*item, 1);
+  ASSERT_TRUE(box.try_pop(item));
+  EXPECT_EQ(*item, 2);
+  EXPECT_FALSE(box.try_pop(item));
+}
+
+TEST(Mailbox, LosesNothingBetweenThreads) {
+  Mailbox<int> box(64);
+  long sum = 0;
+  std::jthread reader([&] {
+    for (int taken = 0, item = 0; taken < 20000;) {
+      if (box.try_pop(item)) {
+        sum += item;
+        ++taken;
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  });
+  for (int i = 1; i <= 20000;) {
+    if (box.try_push(int{i})) {
+      ++i;
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  reader.join();
+  EXPECT_EQ(sum, 20000l * 20001 / 2);
+}
+
+}  // namespace
+}  // namespace kvprism

@@ -1,0 +1,683 @@
+#include "kvprism/store/store_scheduler.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::Rows;
+using test::ScriptedStore;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
+
+constexpr RequestId kRequest{41};
+constexpr std::uint64_t kEpoch = 0x5eed;
+
+// What one job of a plan moves, spelled out.
+struct Move {
+  std::uint32_t group, chunk;
+  std::int32_t block;
+  std::uint32_t tokens;
+  bool operator==(const Move&) const = default;
+  friend void PrintTo(const Move& m, std::ostream* out) {
+    *out << "{g" << m.group << " c" << m.chunk << " b" << m.block << " t" << m.tokens << "}";
+  }
+};
+std::vector<Move> moves(const StepPlan& plan, std::size_t job) {
+  std::vector<Move> result;
+  const JobRecord& record = plan.jobs[job];
+  for (std::uint32_t r = 0; r < record.num_runs; ++r) {
+    const RunRecord& run = plan.runs[record.first_run + r];
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      result.push_back({raw(run.group), run.first_chunk + i, raw(plan.ids[run.first_id + i]),
+                        plan.mark_tokens[run.first_mark + i]});
+    }
+  }
+  return result;
+}
+
+class SchedulerTest : public ::testing::Test {
+ protected:
+  void build(std::vector<GroupConfig> groups, StoreSchedulerOptions options = {}) {
+    projection = test::make_projection(std::move(groups));
+    schema = test::make_schema(projection);
+    if (options.epoch == 0) options.epoch = kEpoch;
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  }
+  void build_hybrid(StoreSchedulerOptions options = {}) {
+    build({test::full_group(16), test::ring_group(8), test::mamba_group(16)}, options);
+  }
+
+  // Everything of `hashes` up to `tokens` exists in the store.
+  void exists(const Hashes& hashes, std::uint32_t tokens) {
+    KeySlots keys;
+    for (const StoreIndex group : indices<StoreIndex>(projection->num_store_groups())) {
+      const std::uint32_t chunk = projection->group(group).tokens_per_block;
+      for (std::uint32_t end = chunk; end <= tokens; end += chunk) {
+        schema->append_key(keys, group, {}, hashes.list()[end / projection->hash_block_size() - 1]);
+      }
+    }
+    for (const std::string& key : keys.strings()) store->present[key] = 1;
+  }
+
+  LookupResult settle_lookup(std::uint32_t prompt, const Hashes& hashes, std::uint32_t local) {
+    LookupResult result = scheduler->lookup(kRequest, prompt, hashes.list(), local, now);
+    if (!result.pending) return result;
+    scheduler->end_step(now);
+    while (!store->lookups.empty()) store->answer_lookup();
+    return scheduler->lookup(kRequest, prompt, hashes.list(), local, now);
+  }
+
+  void report(JobId job, JobOutcome outcome, bool quiet, std::vector<FailedChunk> failed = {}, Rank rank = Rank{0}) {
+    WorkerReport report;
+    report.rank = rank;
+    report.epoch = scheduler->options().epoch;
+    JobReport entry;
+    entry.job = job;
+    entry.outcome = outcome;
+    entry.quiet = quiet ? 1 : 0;
+    entry.num_failed = static_cast<std::uint32_t>(failed.size());
+    entry.objects = outcome == JobOutcome::kOk ? 3 : 0;
+    report.jobs = {entry};
+    report.failed = std::move(failed);
+    std::vector<std::byte> bytes;
+    encode(report, bytes);
+    scheduler->report(std::span<const std::byte>(bytes), now);
+  }
+  std::vector<LoadEnd> load_ends() {
+    std::vector<LoadEnd> ends;
+    scheduler->take_load_ends(ends);
+    return ends;
+  }
+  std::vector<std::int32_t> acquired() {
+    std::vector<BlockId> ids;
+    scheduler->take_acquired(ids);
+    return numbers(ids);
+  }
+  std::vector<std::int32_t> released() {
+    std::vector<BlockId> ids;
+    scheduler->take_released(ids);
+    return numbers(ids);
+  }
+  static std::vector<std::int32_t> numbers(const std::vector<BlockId>& ids) {
+    std::vector<std::int32_t> result;
+    for (const BlockId id : ids) result.push_back(raw(id));
+    return result;
+  }
+
+  std::shared_ptr<ScriptedStore> store = std::make_shared<ScriptedStore>();
+  std::shared_ptr<const Projection> projection;
+  std::shared_ptr<const KeySchema> schema;
+  std::unique_ptr<StoreScheduler> scheduler;
+  Instant now{seconds(1).ns};
+};
+
+TEST_F(SchedulerTest, FullHitLeavesOneTokenToCompute) {
+  // R13: prompt 64 -> 48, 65 -> 64, 16 -> 0, 1 -> 0.
+  const Hashes hashes(8, 1);
+  const std::pair<std::uint32_t, std::uint32_t> cases[] = {{64, 48}, {65, 64}, {16, 0}, {1, 0}, {17, 16}};
+  for (const auto& [prompt, hit] : cases) {
+    build({test::full_group(16)});
+    exists(hashes, 128);
+    EXPECT_EQ(settle_lookup(prompt, hashes, 0).external_tokens, hit) << prompt;
+  }
+}
+
+TEST_F(SchedulerTest, NoCallWhenTheEngineHasItAll) {
+  // R13, R79: 48 of 64 are local and usable: nothing may be asked.
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  const LookupResult result = scheduler->lookup(kRequest, 64, hashes.list(), 48, now);
+  EXPECT_FALSE(result.pending);
+  EXPECT_EQ(result.external_tokens, 0u);
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().lookup_calls, 0u);
+}
+
+TEST_F(SchedulerTest, ScratchRingsAreRebuiltFromADeclaredDistance) {
+  // R14: pages of 800; prompt 1600 -> 800; 2401 -> 2400, or 1600 with 8 tokens to rebuild.
+  const Hashes hashes(4, 1);
+  for (const std::uint32_t replay : {0u, 8u}) {
+    GroupConfig ring = test::ring_group(8);
+    if (replay != 0) ring.spec.replay_tokens = replay;
+    build({test::full_group(800), ring});
+    exists(hashes, 3200);
+    EXPECT_EQ(settle_lookup(1600, hashes, 0).external_tokens, 800u);
+    scheduler->finished(kRequest, FinishReason::kAborted);
+    EXPECT_EQ(settle_lookup(2401, hashes, 0).external_tokens, replay == 0 ? 2400u : 1600u);
+  }
+}
+
+TEST_F(SchedulerTest, LookupsOfAStepAreOneCallAndStartAtTheLocalHit) {
+  build_hybrid();
+  const Hashes first(8, 1);
+  const Hashes second(8, 2);
+  EXPECT_TRUE(scheduler->lookup(RequestId{1}, 100, first.list(), 32, now).pending);
+  EXPECT_TRUE(scheduler->lookup(RequestId{2}, 100, second.list(), 0, now).pending);
+  EXPECT_TRUE(store->lookups.empty()) << "nothing goes out before the step ends";
+  scheduler->end_step(now);
+  ASSERT_EQ(store->lookups.size(), 1u);
+  // Up to 96 tokens: request 1 asks for chunks 2..5, request 2 for 0..5, each of two groups.
+  EXPECT_EQ(store->lookups[0].keys().size(), 8u + 12u);
+  EXPECT_EQ(scheduler->counters().lookup_calls, 1u);
+  EXPECT_EQ(scheduler->counters().lookup_keys, 20u);
+  EXPECT_TRUE(scheduler->lookup(RequestId{1}, 100, first.list(), 32, now).pending);
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().lookup_calls, 1u) << "a pending lookup is not asked again";
+}
+
+TEST_F(SchedulerTest, AnswersGoToTheRequestThatAsked) {
+  build({test::full_group(16)});
+  const Hashes first(8, 1);
+  const Hashes second(8, 2);
+  exists(first, 32);
+  exists(second, 64);
+  scheduler->lookup(RequestId{1}, 100, first.list(), 0, now);
+  scheduler->lookup(RequestId{2}, 100, second.list(), 0, now);
+  scheduler->end_step(now);
+  store->answer_lookup();
+  EXPECT_EQ(scheduler->lookup(RequestId{1}, 100, first.list(), 0, now).external_tokens, 32u);
+  EXPECT_EQ(scheduler->lookup(RequestId{2}, 100, second.list(), 0, now).external_tokens, 64u);
+}
+
+TEST_F(SchedulerTest, LookupIsRepeatableWithoutEffect) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  EXPECT_EQ(settle_lookup(100, hashes, 0).external_tokens, 64u);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 64u);
+  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 48, now).external_tokens, 16u);
+  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 80, now).external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().lookup_calls, 1u);
+}
+
+TEST_F(SchedulerTest, AFallenLocalHitIsAskedAnew) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  EXPECT_EQ(settle_lookup(100, hashes, 48).external_tokens, 16u);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 100, hashes.list(), 16, now).pending) << "chunks 1 and 2 are not local now";
+  EXPECT_EQ(settle_lookup(100, hashes, 16).external_tokens, 48u);
+}
+
+TEST_F(SchedulerTest, LateFailedAndRefusedLookupsAreMisses) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  scheduler->lookup(kRequest, 100, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  now = now + milliseconds(499);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).pending);
+  now = now + milliseconds(1);
+  EXPECT_FALSE(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).pending);
+  store->answer_lookup();
+  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 0u) << "late is a miss";
+  EXPECT_EQ(scheduler->counters().lookups_late, 1u);
+
+  scheduler->lookup(RequestId{2}, 100, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  store->end_lookup(std::vector<ItemStatus>(6, ItemStatus::kUnavailable));
+  EXPECT_EQ(scheduler->lookup(RequestId{2}, 100, hashes.list(), 0, now).external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().lookups_failed, 1u);
+
+  store->refuse = true;
+  scheduler->lookup(RequestId{3}, 100, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  const LookupResult refused = scheduler->lookup(RequestId{3}, 100, hashes.list(), 0, now);
+  EXPECT_FALSE(refused.pending);
+  EXPECT_EQ(refused.external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().lookups_failed, 2u);
+}
+
+TEST_F(SchedulerTest, AnUnfinishedObjectIsAMiss) {
+  // R46: not ready counts as not there, without a retry.
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  scheduler->lookup(kRequest, 100, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  using enum ItemStatus;
+  store->end_lookup({kOk, kNotReady, kOk, kOk, kOk, kOk});
+  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 16u);
+  EXPECT_EQ(scheduler->counters().lookups_failed, 0u);
+}
+
+TEST_F(SchedulerTest, LoadFetchesWhatIsMissingIntoTheEnginesBlocks) {
+  build({test::full_group(16), test::ring_group(8), test::mamba_group(16), test::window_group(16, 33)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 96);
+  ASSERT_EQ(settle_lookup(100, hashes, 32).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {50}, {0, 0, 0, 0, 0, 9}, {0, 0, 0, 0, 15, 16}});
+  const std::optional<JobId> job = scheduler->allocated(kRequest, 64, rows.get(), now);
+  ASSERT_TRUE(job.has_value());
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 1u);
+  EXPECT_EQ(plan.jobs[0].id, *job);
+  EXPECT_EQ(plan.jobs[0].kind, JobKind::kLoad);
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 2, 3, 48}, Move{0, 3, 4, 64}, Move{0, 4, 5, 80}, Move{0, 5, 6, 96},
+                                          Move{1, 5, 9, 96}, Move{2, 4, 15, 80}, Move{2, 5, 16, 96}));
+  EXPECT_EQ(plan.mark_tokens.size(), 4u) << "runs of one job share their marks";
+  EXPECT_THAT(acquired(), UnorderedElementsAre(3, 4, 5, 6, 9, 15, 16));
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty()) << "emitted once";
+
+  report(*job, JobOutcome::kOk, false);
+  EXPECT_THAT(load_ends(), IsEmpty()) << "an outcome is not quiet: the engine would reuse the blocks at once";
+  EXPECT_THAT(released(), IsEmpty());
+  report(*job, JobOutcome::kNone, true);
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].request, kRequest);
+  EXPECT_TRUE(ends[0].complete);
+  EXPECT_TRUE(ends[0].blocks_quiet);
+  EXPECT_EQ(ends[0].valid_tokens, 96u);
+  EXPECT_THAT(released(), UnorderedElementsAre(3, 4, 5, 6, 9, 15, 16));
+  EXPECT_THAT(load_ends(), IsEmpty());
+  EXPECT_EQ(scheduler->counters().loaded_tokens, 64u);
+}
+
+TEST_F(SchedulerTest, FailedChunksRewindToTheCommonBoundary) {
+  // R08: g0 of 16 and g1 of 32 tokens; the failure of g1's block 9 rewinds R1 to 32 and leaves R2 alone.
+  build({test::full_group(16, "a"), test::full_group(32, "b")});
+  const Hashes hashes(8, 1);
+  exists(hashes, 128);
+  const Rows first({{5, 6, 7, 8}, {15, 9}});
+  const Rows second({{19, 10}, {20}});
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const JobId job = *scheduler->allocated(kRequest, 64, first.get(), now);
+  scheduler->lookup(RequestId{2}, 33, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  store->answer_lookup();
+  ASSERT_EQ(scheduler->lookup(RequestId{2}, 33, hashes.list(), 0, now).external_tokens, 32u);
+  const JobId other = *scheduler->allocated(RequestId{2}, 32, second.get(), now);
+
+  report(job, JobOutcome::kPartial, true, {{StoreIndex{1}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].request, kRequest);
+  EXPECT_EQ(ends[0].valid_tokens, 32u);
+  EXPECT_FALSE(ends[0].complete);
+  ASSERT_EQ(ends[0].failed.size(), 1u);
+  EXPECT_EQ(ends[0].failed[0], (FailedBlock{GroupId{1}, 1, BlockId{9}}));
+  EXPECT_EQ(scheduler->counters().load_races, 1u);
+  report(other, JobOutcome::kOk, true);
+  ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].request, RequestId{2});
+  EXPECT_TRUE(ends[0].complete);
+}
+
+TEST_F(SchedulerTest, FailureOfAnyChunkOfThePrefixRewindsBeforeIt) {
+  const Hashes hashes(8, 1);
+  const std::pair<std::uint32_t, std::uint32_t> cases[] = {{2, 32}, {0, 0}, {3, 32}};
+  for (const auto& [chunk, valid] : cases) {
+    build({test::full_group(16, "a"), test::full_group(32, "b")});
+    exists(hashes, 128);
+    ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+    const Rows rows({{5, 6, 7, 8}, {15, 9}});
+    const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+    report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, chunk, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+    const auto ends = load_ends();
+    ASSERT_EQ(ends.size(), 1u);
+    EXPECT_EQ(ends[0].valid_tokens, valid) << "chunk " << chunk;
+  }
+}
+
+TEST_F(SchedulerTest, AShorterHitMayNeedAStateThatWasNeverFetched) {
+  build({test::full_group(16), test::mamba_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}, {0, 0, 0, 9}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 0u) << "48 tokens would need the state at 48";
+}
+
+TEST_F(SchedulerTest, AFailedLoadIsNotTriedAgain) {
+  // R41: one bypass per request; another request may try.
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  report(job, JobOutcome::kFailed, true);
+  auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+  EXPECT_EQ(ends[0].failed.size(), 4u) << "as a whole: every block";
+  const LookupResult again = scheduler->lookup(kRequest, 65, hashes.list(), 0, now);
+  EXPECT_FALSE(again.pending);
+  EXPECT_EQ(again.external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().bypasses, 1u);
+  EXPECT_TRUE(scheduler->lookup(RequestId{7}, 65, hashes.list(), 0, now).pending);
+}
+
+TEST_F(SchedulerTest, AnAllocationThatTakesNothingLoadsNothing) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  EXPECT_EQ(scheduler->allocated(kRequest, 0, rows.get(), now), std::nullopt);
+  EXPECT_EQ(scheduler->allocated(kRequest, 64, rows.get(), now), std::nullopt) << "the offer is gone";
+  EXPECT_EQ(scheduler->allocated(RequestId{99}, 64, rows.get(), now), std::nullopt);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+}
+
+TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
+  const Hashes hashes(8, 1);
+  for (const auto& row : std::vector<std::vector<std::int32_t>>{{1, 0, 3, 4}, {1, 2}, {1, 2, 3, 64}, {1, 2, -3, 4}}) {
+    build({test::full_group(16)});
+    exists(hashes, 64);
+    ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+    const Rows rows({row});
+    const std::optional<JobId> job = scheduler->allocated(kRequest, 64, rows.get(), now);
+    ASSERT_TRUE(job.has_value()) << "the engine waits, so an end must come";
+    EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+    const auto ends = load_ends();
+    ASSERT_EQ(ends.size(), 1u);
+    EXPECT_EQ(ends[0].job, *job);
+    EXPECT_EQ(ends[0].valid_tokens, 0u);
+    EXPECT_THAT(acquired(), IsEmpty());
+  }
+}
+
+TEST_F(SchedulerTest, SavesOnlyStorableGroupsFromThePresentTable) {
+  // R01 and R05: the ring's block 77 and the null block never appear; states only when the engine hands them off.
+  build({test::full_group(800), test::ring_group(8), test::mamba_group(800)});
+  const Hashes hashes(3, 1);
+  scheduler->advanced(kRequest, 2400, hashes.list());
+  const TokenRange range = scheduler->wants_save(kRequest, now);
+  EXPECT_EQ(range, (TokenRange{0, 2400}));
+  const Rows rows({{10, 11, 12}, {7}, {0, 0, 31}});
+  scheduler->save(kRequest, range, rows.get(), now);
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{31}, 2400);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 2u);
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 10, 800}, Move{0, 1, 11, 1600}, Move{0, 2, 12, 2400}));
+  EXPECT_THAT(moves(plan, 1), ElementsAre(Move{1, 2, 31, 2400})) << "one state, under the mark of its boundary";
+  EXPECT_THAT(acquired(), UnorderedElementsAre(10, 11, 12, 31));
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+}
+
+TEST_F(SchedulerTest, DoubtfulStatesAreRefused) {
+  build_hybrid();
+  const Hashes hashes(4, 1);
+  scheduler->advanced(kRequest, 48, hashes.list());
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{0}, 48);    // the null block
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{64}, 48);   // outside the pool
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 80);    // beyond the known hashes
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 40);    // off the grid
+  scheduler->boundary(kRequest, GroupId{0}, BlockId{5}, 48);    // positional
+  scheduler->boundary(RequestId{9}, GroupId{2}, BlockId{5}, 48);
+  EXPECT_EQ(scheduler->counters().offers_refused, 6u);
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 48);    // not storable: skipped without a word
+  EXPECT_EQ(scheduler->counters().offers_refused, 6u);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  EXPECT_THAT(acquired(), IsEmpty());
+}
+
+TEST_F(SchedulerTest, AWindowThatSlidOutIsSkipped) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(4, 1);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  const Rows rows({{1, 2, 3, 4}, {0, 0, 13, 14}});
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 1u);
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48}, Move{0, 3, 4, 64},
+                                          Move{1, 2, 13, 48}, Move{1, 3, 14, 64}));
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+}
+
+TEST_F(SchedulerTest, OnlyAcceptedTokensAreSavedAndTheWatermarkNeverFalls) {
+  // R25: 47, 51, 49 (rejected drafts), 52 computed: boundaries 16, 32, 48 once each.
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  const Rows rows({{1, 2, 3, 4}});
+  std::vector<std::uint32_t> saved;
+  std::uint32_t known = 0;
+  for (const std::uint32_t computed : {47u, 51u, 49u, 52u}) {
+    Hashes all(computed / 16, 1);
+    if (all.list().count > known) {
+      scheduler->advanced(kRequest, computed, all.list(known));
+      known = all.list().count;
+    } else {
+      scheduler->advanced(kRequest, computed, {});
+    }
+    const TokenRange range = scheduler->wants_save(kRequest, now);
+    if (!range.empty()) scheduler->save(kRequest, range, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    for (std::size_t j = 0; j < plan.jobs.size(); ++j) {
+      for (const Move& move : moves(plan, j)) saved.push_back(move.tokens);
+    }
+  }
+  EXPECT_THAT(saved, ElementsAre(16, 32, 48));
+}
+
+TEST_F(SchedulerTest, AShortTableIsABoundedSkip) {
+  // R07: 64 tokens claimed, three blocks given.
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  const Rows rows({{20, 21, 22}});
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 20, 16}, Move{0, 1, 21, 32}, Move{0, 2, 22, 48}));
+  EXPECT_EQ(scheduler->counters().sources_skipped, 1u);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "no retry without progress";
+  const Hashes more(5, 1);
+  scheduler->advanced(kRequest, 80, more.list(4));
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{48, 80}));
+}
+
+TEST_F(SchedulerTest, TheWatermarkStopsAtTheFirstHole) {
+  // R50
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  const Rows rows({{1, 2, 3, 4, 5}});
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "not again without progress";
+  const Hashes more(5, 1);
+  scheduler->advanced(kRequest, 80, more.list(4));
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{32, 80}));
+}
+
+TEST_F(SchedulerTest, AFullPoolIsLeftAloneForAWhile) {
+  // R50: three full answers, then a pause; nothing is thrown and the engine goes on.
+  build({test::full_group(16)});
+  const Rows rows({{1, 2, 3, 4}});
+  const Hashes hashes(4, 1);
+  for (std::uint64_t request = 1; request <= 3; ++request) {
+    const RequestId id{request};
+    scheduler->advanced(id, 64, hashes.list());
+    const TokenRange range = scheduler->wants_save(id, now);
+    ASSERT_FALSE(range.empty()) << request;
+    scheduler->save(id, range, rows.get(), now);
+    const JobId job = scheduler->end_step(now).jobs[0].id;
+    report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kNoSpace)}});
+  }
+  const RequestId fourth{4};
+  scheduler->advanced(fourth, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(fourth, now).empty());
+  scheduler->finished(fourth, FinishReason::kCompleted);
+  EXPECT_EQ(scheduler->counters().saves_dropped, 1u + 0u) << "what was never saved is counted";
+  const RequestId fifth{5};
+  scheduler->advanced(fifth, 64, hashes.list());
+  now = now + seconds(5);
+  EXPECT_EQ(scheduler->wants_save(fifth, now), (TokenRange{0, 64})) << "resumed";
+}
+
+TEST_F(SchedulerTest, SourcesStayReferencedUntilEveryRankIsQuiet) {
+  // R06: two ranks; rank 1 is late.
+  StoreSchedulerOptions options;
+  options.ranks = 2;
+  build({test::full_group(16)}, options);
+  const Hashes hashes(3, 1);
+  scheduler->advanced(kRequest, 48, hashes.list());
+  const Rows rows({{3, 4, 5}});
+  scheduler->save(kRequest, {0, 48}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  EXPECT_THAT(acquired(), ElementsAre(3, 4, 5));
+  scheduler->preempted(kRequest);
+  scheduler->finished(kRequest, FinishReason::kAborted);
+  report(job, JobOutcome::kOk, true, {}, Rank{0});
+  EXPECT_THAT(released(), IsEmpty());
+  EXPECT_TRUE(scheduler->has_pending_work());
+  report(job, JobOutcome::kOk, true, {}, Rank{1});
+  EXPECT_THAT(released(), ElementsAre(3, 4, 5));
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
+TEST_F(SchedulerTest, ALoadEndsOnceAlsoAfterItsRequest) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->finished(kRequest, FinishReason::kAborted);
+  scheduler->finished(kRequest, FinishReason::kAborted);
+  EXPECT_EQ(scheduler->end_step(now).jobs.size(), 1u);
+  report(job, JobOutcome::kOk, true);
+  report(job, JobOutcome::kOk, true);
+  EXPECT_EQ(load_ends().size(), 1u);
+  EXPECT_EQ(scheduler->counters().ledger.unknown_notices, 1u);
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
+TEST_F(SchedulerTest, QuarantineHoldsTheBlocksAndMayDetachTheLoad) {
+  for (const bool detach : {false, true}) {
+    StoreSchedulerOptions options;
+    options.detach_quarantined_loads = detach;
+    build({test::full_group(16)}, options);
+    const Hashes hashes(8, 1);
+    exists(hashes, 64);
+    ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+    const Rows rows({{1, 2, 3, 4}});
+    const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+    report(job, JobOutcome::kPartial, false, {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kTimedOut)}});
+    now = now + options.quarantine_after;
+    scheduler->end_step(now);
+    auto ends = load_ends();
+    EXPECT_EQ(ends.size(), detach ? 1u : 0u);
+    if (detach) {
+      EXPECT_FALSE(ends[0].blocks_quiet);
+      EXPECT_EQ(ends[0].valid_tokens, 0u) << "what seems to have arrived may still change";
+    }
+    EXPECT_THAT(released(), IsEmpty());
+    EXPECT_EQ(scheduler->counters().ledger.blocks_in_quarantine, 4u);
+    report(job, JobOutcome::kNone, true);
+    ends = load_ends();
+    ASSERT_EQ(ends.size(), detach ? 0u : 1u);
+    if (!detach) {
+      EXPECT_EQ(ends[0].valid_tokens, 48u);
+    }
+    EXPECT_THAT(released(), ElementsAre(1, 2, 3, 4));
+  }
+}
+
+TEST_F(SchedulerTest, ASilentWorkerExpiresTheLoadButHoldsItsBlocks) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  (void)scheduler->allocated(kRequest, 64, rows.get(), now);
+  now = now + seconds(25);
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().ledger.expired, 1u);
+  EXPECT_THAT(load_ends(), IsEmpty()) << "nobody said that the blocks are quiet";
+  EXPECT_THAT(released(), IsEmpty());
+}
+
+TEST_F(SchedulerTest, ForeignAndMalformedReportsAreCounted) {
+  build({test::full_group(16)});
+  WorkerReport report;
+  report.epoch = kEpoch + 1;
+  report.jobs = {{JobId{1}, JobOutcome::kOk, 1, 0, 0, 0, 0, 0}};
+  std::vector<std::byte> bytes;
+  encode(report, bytes);
+  scheduler->report(std::span<const std::byte>(bytes), now);
+  EXPECT_EQ(scheduler->counters().reports_foreign, 1u);
+  bytes.resize(bytes.size() - 1);
+  scheduler->report(std::span<const std::byte>(bytes), now);
+  EXPECT_EQ(scheduler->counters().reports_malformed, 1u);
+  report.epoch = kEpoch;
+  report.failed = {{StoreIndex{9}, 0, 0}};
+  report.jobs[0].num_failed = 1;
+  scheduler->report(report, now);
+  EXPECT_EQ(scheduler->counters().reports_malformed, 2u);
+}
+
+TEST_F(SchedulerTest, UnknownRequestsAreHarmless) {
+  // R62
+  build_hybrid();
+  scheduler->finished(RequestId{1}, FinishReason::kAborted);
+  scheduler->preempted(RequestId{1});
+  EXPECT_TRUE(scheduler->wants_save(RequestId{1}, now).empty());
+  const Rows rows({{1}, {2}, {3}});
+  scheduler->save(RequestId{1}, {0, 16}, rows.get(), now);
+  EXPECT_EQ(scheduler->known_hashes(RequestId{1}), 0u);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
+TEST_F(SchedulerTest, PlanBytesFollowTheRangeNotTheContext) {
+  build({test::full_group(16), test::mamba_group(16)});
+  std::set<std::size_t> sizes;
+  for (const std::uint32_t context : {160u, 16000u}) {
+    const RequestId id{context};
+    const Hashes hashes(context / 16, 1);
+    std::vector<std::int32_t> row(context / 16);
+    for (std::size_t i = 0; i < row.size(); ++i) row[i] = 1 + static_cast<std::int32_t>(i % 63);
+    const Rows rows({row, row});
+    scheduler->advanced(id, context - 32, hashes.list());
+    scheduler->save(id, scheduler->wants_save(id, now), rows.get(), now);
+    scheduler->end_step(now);
+    scheduler->advanced(id, context, {});
+    scheduler->save(id, scheduler->wants_save(id, now), rows.get(), now);
+    std::vector<std::byte> bytes;
+    encode(scheduler->end_step(now).view(), bytes);
+    sizes.insert(bytes.size());
+  }
+  EXPECT_EQ(sizes.size(), 1u) << "two chunks cost the same at any context";
+  EXPECT_LT(*sizes.begin(), 256u);
+}
+
+TEST_F(SchedulerTest, RefusesAConfigurationThatCannotStore) {
+  const auto message = [&](std::vector<GroupConfig> groups, StoreSchedulerOptions options = {}) -> std::string {
+    try {
+      build(std::move(groups), options);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
+  };
+  EXPECT_THAT(message({test::ring_group(8)}), HasSubstr("store scheduler"));
+  GroupConfig mamba = test::mamba_group(16);
+  std::get<StatePayload>(mamba.spec.payload).cache_mode = "none";
+  EXPECT_THAT(message({test::full_group(16), mamba}), HasSubstr("align"));
+  StoreSchedulerOptions options;
+  options.ranks = 65;
+  options.load_timeout = {};
+  const std::string both = message({test::full_group(16)}, options);
+  EXPECT_THAT(both, HasSubstr("ranks = 65: expected 1 to 64 workers"));
+  EXPECT_THAT(both, HasSubstr("load_timeout = 0 ns: expected a bound of more than 0"));
+}
+
+}  // namespace
+}  // namespace kvprism

@@ -1,0 +1,356 @@
+#include "kvprism/store/store_worker.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::ScriptedStore;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr std::uint64_t kEpoch = 99;
+constexpr std::uint64_t kPage = 128;  // 16 tokens of 8 bytes
+
+// Fires when the test says so.
+class Switch final : public ReadySource {
+ public:
+  ReadyState state = ReadyState::kPending;
+  ReadyState query() noexcept override { return state; }
+};
+
+class WorkerTest : public ::testing::Test {
+ protected:
+  WorkerTest() { build(); }
+
+  void build(StoreWorkerOptions options = {}) {
+    worker.reset();
+    store = std::make_shared<ScriptedStore>();
+    projection = test::make_projection({test::full_group(16), test::ring_group(8), test::full_group(16, "second")});
+    schema = test::make_schema(projection);
+    memory.assign(3 * 64 * kPage, std::byte{0});
+    std::vector<CacheTensor> tensors(3);
+    const char* layers[] = {"full", "ring", "second"};
+    for (std::size_t t = 0; t < 3; ++t) {
+      tensors[t].base = memory.data();
+      tensors[t].bytes = memory.size();
+      tensors[t].layers = {layers[t]};
+      tensors[t].layer_stride = 64 * kPage;
+      tensors[t].block_stride = kPage;
+      tensors[t].offset = t * 64 * kPage;
+    }
+    map = SegmentMap::make(projection, tensors);
+    worker = std::make_unique<StoreWorker>(schema, map, store, options);
+  }
+
+  StepPlan plan_of(std::vector<JobRecord> jobs, std::vector<RunRecord> runs, std::vector<std::int32_t> ids) {
+    StepPlan plan;
+    plan.digest = projection->digest();
+    plan.epoch = kEpoch;
+    plan.hash_width = Hashes::kWidth;
+    plan.jobs = std::move(jobs);
+    plan.runs = std::move(runs);
+    for (const std::int32_t id : ids) plan.ids.push_back(BlockId{id});
+    const auto marks = static_cast<std::uint32_t>(plan.ids.size());
+    for (std::uint32_t m = 0; m < marks; ++m) plan.mark_tokens.push_back(16 * (m + 1));
+    plan.mark_hashes = Hashes(marks, 1).bytes;
+    return plan;
+  }
+  // One job over `count` chunks of the first group in blocks 1, 2, ...
+  StepPlan simple(JobKind kind, std::uint32_t count, std::uint64_t id = 1) {
+    std::vector<std::int32_t> ids;
+    for (std::uint32_t i = 0; i < count; ++i) ids.push_back(static_cast<std::int32_t>(1 + i));
+    return plan_of({{JobId{id}, RequestId{7}, kind, 0, 1, 0, seconds(10)}}, {{StoreIndex{0}, 0, count, 0, 0, 16}}, ids);
+  }
+  WorkerReport report() {
+    WorkerReport out;
+    worker->poll(out);
+    return out;
+  }
+
+  std::shared_ptr<ScriptedStore> store;
+  std::shared_ptr<const Projection> projection;
+  std::shared_ptr<const KeySchema> schema;
+  std::vector<std::byte> memory;
+  std::shared_ptr<const SegmentMap> map;
+  std::unique_ptr<StoreWorker> worker;
+  Instant now{seconds(1).ns};
+};
+
+TEST_F(WorkerTest, MovesExactlyTheBytesOfThePlan) {
+  const StepPlan plan = plan_of({{JobId{1}, RequestId{7}, JobKind::kSave, 0, 2, 0, seconds(10)}},
+                                {{StoreIndex{0}, 4, 2, 0, 0, 16}, {StoreIndex{1}, 4, 1, 2, 0, 16}}, {9, 3, 5});
+  EXPECT_TRUE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  EXPECT_TRUE(worker->pump(now));
+  ASSERT_EQ(store->puts.size(), 1u);
+  const ObjectBatch& batch = *store->puts[0].batch;
+  EXPECT_THAT(batch.segments, ElementsAre(Segment{memory.data() + 9 * kPage, kPage},
+                                          Segment{memory.data() + 3 * kPage, kPage},
+                                          Segment{memory.data() + (2 * 64 + 5) * kPage, kPage}));
+  EXPECT_THAT(batch.ends, ElementsAre(1, 2, 3));
+  KeySlots expected;
+  const Hashes hashes(3, 1);
+  schema->append_key(expected, StoreIndex{0}, {}, hashes.list()[0]);
+  schema->append_key(expected, StoreIndex{0}, {}, hashes.list()[1]);
+  schema->append_key(expected, StoreIndex{1}, {}, hashes.list()[0]);
+  EXPECT_EQ(batch.keys.strings(), expected.strings());
+  store->end_put();
+  worker->pump(now);
+  const WorkerReport told = report();
+  EXPECT_EQ(told.epoch, kEpoch);
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kOk, 1, 0, 0, 3, 0, 3 * kPage}));
+  EXPECT_EQ(worker->counters().jobs_alive, 0u);
+  WorkerReport nothing;
+  EXPECT_FALSE(worker->poll(nothing));
+}
+
+TEST_F(WorkerTest, ReadsNothingBeforeTheSourceIsReady) {
+  // R12
+  const auto ready = std::make_shared<Switch>();
+  const StepPlan plan = simple(JobKind::kSave, 2);
+  worker->submit(plan.view(), ReadyToken::source(ready));
+  worker->pump(now);
+  worker->pump(now + seconds(1));
+  EXPECT_TRUE(store->puts.empty());
+  ready->state = ReadyState::kReady;
+  worker->pump(now + seconds(2));
+  EXPECT_EQ(store->puts.size(), 1u);
+}
+
+TEST_F(WorkerTest, ASourceThatNeverGetsReadyExpiresQuietly) {
+  const auto ready = std::make_shared<Switch>();
+  worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::source(ready));
+  worker->pump(now);
+  worker->pump(now + seconds(10));
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kExpired);
+  EXPECT_EQ(told.jobs[0].quiet, 1u) << "no call was made";
+  EXPECT_EQ(told.failed.size(), 2u);
+  ready->state = ReadyState::kReady;
+  worker->pump(now + seconds(11));
+  EXPECT_TRUE(store->puts.empty());
+}
+
+TEST_F(WorkerTest, ABrokenEventFailsTheSave) {
+  const auto ready = std::make_shared<Switch>();
+  ready->state = ReadyState::kFailed;
+  worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::source(ready));
+  worker->pump(now);
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kPartial);
+  EXPECT_EQ(told.jobs[0].num_failed, 2u);
+  EXPECT_EQ(told.jobs[0].quiet, 1u);
+}
+
+TEST_F(WorkerTest, OutcomeAndQuietAreToldApart) {
+  worker->submit(simple(JobKind::kLoad, 2).view(), ReadyToken::host());
+  worker->pump(now);
+  store->end_get({{1, ItemStatus::kFailed}}, false);
+  worker->pump(now);
+  WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kPartial);
+  EXPECT_EQ(told.jobs[0].quiet, 0u);
+  EXPECT_THAT(told.failed, ElementsAre(FailedChunk{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}));
+  EXPECT_EQ(worker->counters().unquiet_calls, 1u);
+  EXPECT_EQ(worker->counters().jobs_alive, 1u);
+  store->become_quiet();
+  worker->pump(now);
+  told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kNone);
+  EXPECT_EQ(told.jobs[0].quiet, 1u);
+  EXPECT_EQ(worker->counters().unquiet_calls, 0u);
+  EXPECT_EQ(worker->counters().jobs_alive, 0u);
+}
+
+TEST_F(WorkerTest, WhatWasNotFetchedInTimeCountsAsFailed) {
+  StoreWorkerOptions options;
+  options.max_segments_per_call = 2;
+  options.max_gets_in_flight = 2;
+  build(options);
+  worker->submit(simple(JobKind::kLoad, 7).view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->gets.size(), 2u);
+  store->end_get();
+  worker->pump(now);
+  ASSERT_EQ(store->gets.size(), 2u);
+  worker->pump(now + seconds(10));
+  WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kExpired);
+  EXPECT_EQ(told.jobs[0].quiet, 0u);
+  EXPECT_EQ(told.jobs[0].objects, 2u);
+  std::vector<std::uint32_t> chunks;
+  for (const FailedChunk& failed : told.failed) chunks.push_back(failed.chunk);
+  EXPECT_THAT(chunks, ::testing::UnorderedElementsAre(2, 3, 4, 5, 6));
+  store->end_get();
+  store->end_get();
+  worker->pump(now + seconds(11));
+  told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kNone, 1, 0, 0, 0, 0, 0})) << "late bytes do not count";
+  EXPECT_TRUE(store->gets.empty()) << "nothing new is started for an expired job";
+}
+
+TEST_F(WorkerTest, CallsStaySmall) {
+  StoreWorkerOptions options;
+  options.max_segments_per_call = 3;
+  options.max_puts_in_flight = 8;
+  build(options);
+  worker->submit(simple(JobKind::kSave, 8).view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->puts.size(), 3u);
+  EXPECT_EQ(store->puts[0].keys().size(), 3u);
+  EXPECT_EQ(store->puts[2].keys().size(), 2u);
+
+  options.max_segments_per_call = 512;
+  options.max_bytes_per_call = kPage - 1;
+  build(options);
+  worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->puts.size(), 2u) << "a chunk larger than the limit is sent alone (R55)";
+}
+
+TEST_F(WorkerTest, SavesShareCallsAndLoadsDoNot) {
+  for (std::uint64_t id = 1; id <= 3; ++id) {
+    worker->submit(simple(JobKind::kSave, 1, id).view(), ReadyToken::host());
+    worker->submit(simple(JobKind::kLoad, 1, 10 + id).view(), ReadyToken::host());
+  }
+  worker->pump(now);
+  EXPECT_EQ(store->puts.size(), 1u);
+  EXPECT_EQ(store->puts[0].keys().size(), 3u);
+  EXPECT_EQ(store->gets.size(), 3u);
+  store->end_put({{1, ItemStatus::kNoSpace}});
+  worker->pump(now);
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 3u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kOk);
+  EXPECT_EQ(told.jobs[1].outcome, JobOutcome::kPartial);
+  EXPECT_EQ(told.jobs[2].outcome, JobOutcome::kOk);
+}
+
+TEST_F(WorkerTest, DuplicatesAreSuccess) {
+  // R47
+  worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::host());
+  worker->pump(now);
+  store->end_put({{0, ItemStatus::kDuplicate}});
+  worker->pump(now);
+  const WorkerReport told = report();
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kOk);
+  EXPECT_EQ(told.jobs[0].objects, 2u);
+  EXPECT_EQ(told.jobs[0].duplicates, 1u);
+}
+
+TEST_F(WorkerTest, AnObjectOfAnotherSizeIsNotTheObject) {
+  // R47: an empty value read back is a failure.
+  worker->submit(simple(JobKind::kLoad, 1).view(), ReadyToken::host());
+  worker->pump(now);
+  Completion end;
+  end.op = store->gets[0].op;
+  end.outcome = end.quiet = true;
+  end.items = {{ItemStatus::kOk, 0}};
+  store->store_ends.push_back(std::move(end));
+  store->gets.clear();
+  worker->pump(now);
+  const WorkerReport told = report();
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kPartial);
+  EXPECT_EQ(told.failed[0].status, static_cast<std::uint32_t>(ItemStatus::kSizeMismatch));
+}
+
+TEST_F(WorkerTest, AFullQueueBelowIsTriedAgain) {
+  store->refuse = true;
+  worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::host());
+  worker->pump(now);
+  EXPECT_TRUE(store->puts.empty());
+  store->refuse = false;
+  worker->pump(now);
+  ASSERT_EQ(store->puts.size(), 1u);
+  EXPECT_EQ(store->puts[0].keys().size(), 2u) << "nothing is lost and nothing twice";
+}
+
+TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
+  StepPlan plan = simple(JobKind::kSave, 1);
+  plan.digest.bytes[0] ^= 1;
+  SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(result.accepted);
+  EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " + to_hex(projection->digest())));
+  WorkerReport told = report();
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}));
+
+  worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
+  plan = simple(JobKind::kSave, 1, 3);
+  plan.epoch = kEpoch + 1;
+  result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_THAT(result.refusal, HasSubstr("epoch = 100: expected 99"));
+  told = report();
+  EXPECT_EQ(told.epoch, kEpoch + 1) << "the report goes to the scheduler that sent it";
+  EXPECT_EQ(told.jobs[0].job, JobId{3});
+
+  plan = simple(JobKind::kSave, 1, 4);
+  plan.ids[0] = BlockId{64};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("ids[0] = 64: expected a block id below 64"));
+  plan = simple(JobKind::kSave, 1, 5);
+  plan.runs[0].group = StoreIndex{2};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("runs[0].group = 2: expected a store index below 2"));
+  plan = simple(JobKind::kSave, 1, 6);
+  plan.runs[0].count = 2;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("runs[0].first_id + count = 2"));
+
+  std::vector<std::byte> bytes;
+  encode(simple(JobKind::kSave, 1, 8).view(), bytes);
+  bytes.resize(bytes.size() - 8);
+  result = worker->submit(std::span<const std::byte>(bytes), ReadyToken::host());
+  EXPECT_THAT(result.refusal, HasSubstr("step plan: bytes = "));
+  EXPECT_EQ(worker->counters().plans_refused, 6u);
+  worker->pump(now);
+  EXPECT_EQ(store->puts.size(), 1u) << "only the good plan moves bytes";
+}
+
+TEST_F(WorkerTest, AFullInboxRefusesTheRest) {
+  StoreWorkerOptions options;
+  options.max_queued_jobs = 1;
+  build(options);
+  EXPECT_TRUE(worker->submit(simple(JobKind::kSave, 1, 1).view(), ReadyToken::host()).accepted);
+  const SubmitResult second = worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
+  EXPECT_FALSE(second.accepted);
+  EXPECT_THAT(second.refusal, HasSubstr("max_queued_jobs"));
+  EXPECT_EQ(report().jobs[0].job, JobId{2});
+}
+
+TEST_F(WorkerTest, CloseCancelsWhatHasNotStartedAndTellsWhatIsUnquiet) {
+  StoreWorkerOptions options;
+  options.max_segments_per_call = 1;
+  options.max_gets_in_flight = 1;
+  build(options);
+  worker->submit(simple(JobKind::kLoad, 2, 1).view(), ReadyToken::host());
+  worker->submit(simple(JobKind::kLoad, 1, 2).view(), ReadyToken::host());
+  worker->pump(now);
+  const CloseReport closed = worker->close(now, milliseconds(10));
+  EXPECT_EQ(closed.unquiet, 1u);
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 2u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kCancelled);
+  EXPECT_EQ(told.jobs[0].quiet, 0u);
+  EXPECT_EQ(told.jobs[1].quiet, 1u);
+  EXPECT_THAT(worker->submit(simple(JobKind::kLoad, 1, 3).view(), ReadyToken::host()).refusal, HasSubstr("worker = closed"));
+}
+
+TEST_F(WorkerTest, RegistrationIsAllOrNothing) {
+  // R59
+  auto failing = std::make_shared<ScriptedStore>();
+  failing->fail_region_at = 0;
+  EXPECT_THROW(StoreWorker(schema, map, failing, {}), Error);
+  EXPECT_THAT(failing->regions, IsEmpty());
+}
+
+}  // namespace
+}  // namespace kvprism
