@@ -24,6 +24,7 @@ struct EngineOptions {
   std::uint32_t max_running = 8;         // requests computed per step
   std::uint32_t max_model_tokens = 1u << 20;  // a prompt with its output must fit
   bool keep_blocks_of_aborted_loads = true;   // until the load ends; false: only the job's references hold them
+  bool offer_states_late = false;        // in the step after the one that computes them
 };
 
 struct Request {
@@ -127,7 +128,6 @@ class Engine {
   std::string describe() const;
 
  private:
-  friend class World;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

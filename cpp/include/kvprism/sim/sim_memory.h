@@ -46,7 +46,7 @@ class SimMemory {
   void open(GroupId group, BlockId block);
   // The shadow takes over what the memory holds now.
   void close(GroupId group, BlockId block);
-  bool is_open(BlockId block) const noexcept { return open_[block].count != 0; }
+  bool is_open(BlockId block) const noexcept { return open_[static_cast<std::size_t>(raw(block))].count != 0; }
 
   // Where memory and shadow first differ outside open pages, in words; "" when they agree.
   std::string first_difference() const;
@@ -75,7 +75,7 @@ class SimMemory {
   std::uint64_t bytes_ = 0;
   std::byte* base_ = nullptr;
   std::vector<std::byte> shadow_;
-  IndexedVector<BlockId, Open> open_;
+  std::vector<Open> open_;  // by block
   std::uint32_t num_open_ = 0;
   std::vector<CacheTensor> tensors_;
 };

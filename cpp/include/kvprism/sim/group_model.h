@@ -1,0 +1,50 @@
+// The engine's own view of a group: which blocks a prefix of a given length needs, by its own arithmetic.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kvprism/base/ids.h"
+#include "kvprism/group/projection.h"
+#include "kvprism/sim/content_oracle.h"
+
+namespace kvprism::sim {
+
+struct GroupModel {
+  enum class Kind : std::uint8_t { kFull, kWindow, kState, kRing };
+
+  GroupId id{};
+  Kind kind{};
+  bool stored = false;        // by its kind and its membership in transfers
+  std::uint32_t tokens = 0;   // per block; the capacity of a ring
+  std::uint32_t window = 0;
+  std::uint32_t replay = 0;   // of a ring
+  std::uint32_t layers = 0;
+  PageShape shape;            // of rank 0
+
+  // First chunk that computing the token at `length` still reads; end is length / tokens rounded up.
+  std::uint32_t first_needed(std::uint32_t length) const noexcept {
+    switch (kind) {
+      case Kind::kFull:
+        return 0;
+      case Kind::kWindow:
+        return length + 1 > window ? (length + 1 - window) / tokens : 0;
+      case Kind::kState:
+        return length == 0 ? 0 : (length - 1) / tokens;
+      case Kind::kRing:
+        return 0;
+    }
+    return 0;
+  }
+};
+
+// Groups of a projection in their order. Throws Error for a kind that the simulation does not know.
+std::vector<GroupModel> model_groups(const Projection& projection);
+
+// What the engine itself takes for S: tokens at which every stored group has a whole block.
+std::uint32_t model_step(const std::vector<GroupModel>& groups) noexcept;
+
+// Tokens that every request must compute itself after a hit.
+std::uint32_t model_replay(const std::vector<GroupModel>& groups) noexcept;
+
+}  // namespace kvprism::sim

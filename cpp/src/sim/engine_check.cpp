@@ -1,0 +1,127 @@
+// The engine's judgement of itself: bytes against the oracle, references against the tables.
+#include <algorithm>
+#include <cstring>
+
+#include "sim/engine_impl.h"
+
+namespace kvprism::sim {
+
+// Bytes of positions [from, to) in one block that differ from the oracle, over all layers and ranks.
+std::uint64_t Engine::Impl::compare(const GroupModel& group, std::uint32_t chunk, BlockId block,
+                                    const TokenTrail& trail, std::uint32_t from, std::uint32_t to,
+                                    std::uint64_t* bytes) {
+  std::uint64_t wrong = 0;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    const PageShape shape = this->shape(group, r);
+    for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
+      const std::byte* const page = ranks[r].memory->page(group.id, layer, block);
+      // What the oracle says nothing about counts as right.
+      scratch.assign(page, page + shape.bytes());
+      if (group.kind == GroupModel::Kind::kState) {
+        write_state(shape, layer, trail.prefix_at(to - 1), scratch.data());
+        *bytes += shape.bytes();
+      } else {
+        for (std::uint32_t at = from; at < to; ++at) {
+          const std::uint32_t slot = group.kind == GroupModel::Kind::kRing ? at % group.tokens : at - chunk * group.tokens;
+          write_position(shape, layer, slot, trail.prefix_at(at), scratch.data());
+        }
+        *bytes += std::uint64_t{shape.heads} * (to - from) * shape.content;
+      }
+      if (std::memcmp(scratch.data(), page, scratch.size()) == 0) continue;
+      for (std::size_t i = 0; i < scratch.size(); ++i) wrong += scratch[i] != page[i];
+    }
+  }
+  return wrong;
+}
+
+void Engine::Impl::verify(const Sequence& sequence, VerifyResult& result) {
+  const std::uint32_t computed = sequence.computed;
+  if (computed == 0) return;
+  for (const GroupModel& group : groups) {
+    const auto& table = sequence.tables[raw(group.id)];
+    const auto check = [&](std::uint32_t chunk, std::uint32_t from, std::uint32_t to) {
+      if (chunk < table.size() && table[chunk] != kNullBlock && from < to) {
+        result.mismatched += compare(group, chunk, table[chunk], sequence.trail, from, to, &result.bytes);
+      }
+    };
+    switch (group.kind) {
+      case GroupModel::Kind::kFull:
+      case GroupModel::Kind::kWindow:
+        for (std::uint32_t chunk = 0; chunk * group.tokens < computed; ++chunk) {
+          check(chunk, chunk * group.tokens, std::min(computed, (chunk + 1) * group.tokens));
+        }
+        break;
+      case GroupModel::Kind::kState:
+        check((computed - 1) / group.tokens, computed - 1, computed);
+        break;
+      case GroupModel::Kind::kRing: {
+        const std::uint32_t oldest = computed > group.tokens ? computed - group.tokens : 0;
+        check(0, std::max(sequence.ring_from, oldest), computed);
+        break;
+      }
+    }
+  }
+}
+
+std::string Engine::Impl::check_references() const {
+  std::vector<std::uint32_t> expected = held;
+  const auto add = [&](const Sequence& sequence) {
+    for (const auto& table : sequence.tables) {
+      for (const BlockId block : table) {
+        if (block != kNullBlock) ++expected[static_cast<std::size_t>(raw(block))];
+      }
+    }
+  };
+  for (const auto& [id, sequence] : sequences) add(*sequence);
+  for (const auto& sequence : draining) add(*sequence);
+  for (std::uint32_t b = 1; b < pool.size(); ++b) {
+    const BlockId block{static_cast<std::int32_t>(b)};
+    const std::uint32_t actual = pool.references(block);
+    if (actual != expected[b]) {
+      return "block " + std::to_string(b) + " has " + std::to_string(actual) + " references, its owners count " +
+             std::to_string(expected[b]);
+    }
+    const bool used = pool.state(block) == BlockPool::State::kUsed;
+    if (used != (actual != 0)) return "block " + std::to_string(b) + " is in the wrong list of the pool";
+  }
+  return "";
+}
+
+VerifyResult Engine::verify_all() const {
+  VerifyResult result;
+  Impl& e = *impl_;
+  for (const auto& [id, sequence] : e.sequences) {
+    if (sequence->phase != Sequence::Phase::kLoading) e.verify(*sequence, result);
+  }
+  e.cache.for_each([&](BlockId block, const PrefixCache::Entry& entry) {
+    const GroupModel& group = e.groups[raw(entry.group)];
+    for (std::size_t r = 0; r < e.ranks.size(); ++r) {
+      const PageShape shape = e.shape(group, r);
+      for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
+        const std::byte* const page = e.ranks[r].memory->page(entry.group, layer, block);
+        e.scratch.resize(shape.bytes());
+        if (group.kind == GroupModel::Kind::kState) {
+          write_state(shape, layer, entry.prefixes[0], e.scratch.data());
+        } else {
+          write_positions(shape, layer, 0, entry.prefixes, e.scratch.data());
+        }
+        result.bytes += shape.bytes();
+        for (std::size_t i = 0; i < e.scratch.size(); ++i) result.mismatched += e.scratch[i] != page[i];
+      }
+    }
+  });
+  return result;
+}
+
+std::string Engine::check() const {
+  const Impl& e = *impl_;
+  if (!e.broken.empty()) return "engine: " + e.broken;
+  for (const EngineRank& rank : e.ranks) {
+    const std::string difference = rank.memory->first_difference();
+    if (!difference.empty()) return "memory: " + difference;
+  }
+  const std::string references = e.check_references();
+  return references.empty() ? "" : "references: " + references;
+}
+
+}  // namespace kvprism::sim

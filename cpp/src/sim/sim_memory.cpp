@@ -1,0 +1,130 @@
+#include "kvprism/sim/sim_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace kvprism::sim {
+namespace {
+
+constexpr std::size_t kAlignment = 4096;
+constexpr int kGuard = 0x9d;
+constexpr int kPoison = 0xe7;
+
+}  // namespace
+
+SimMemory::SimMemory(const Projection& projection, const SimMemoryOptions& options)
+    : num_blocks_(projection.num_blocks()), open_(projection.num_blocks()) {
+  for (const GroupId id : indices<GroupId>(projection.num_groups())) {
+    const ResolvedGroup& group = projection.group(id);
+    pages_.push_back({group.layers.size(), group.page_size_bytes});
+    num_slots_ = std::max(num_slots_, static_cast<std::uint32_t>(group.layers.size()));
+    slot_bytes_ = std::max(slot_bytes_, group.page_size_bytes);
+  }
+  const std::uint64_t guard = options.guard_bytes;
+  slot_bytes_ = (slot_bytes_ + 7) / 8 * 8;
+  block_stride_ = slot_bytes_ + guard;
+  layer_stride_ = block_stride_ * num_blocks_ + guard;
+  front_ = guard;
+  bytes_ = front_ + layer_stride_ * num_slots_ + guard;
+  base_ = static_cast<std::byte*>(::operator new(bytes_, std::align_val_t{kAlignment}));
+  std::memset(base_, kGuard, bytes_);
+  for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
+    for (std::uint32_t block = 0; block < num_blocks_; ++block) {
+      std::memset(base_ + at(layer, BlockId{static_cast<std::int32_t>(block)}), kPoison, slot_bytes_);
+    }
+  }
+  if (options.shadow) shadow_.assign(base_, base_ + bytes_);
+  for (const GroupId id : indices<GroupId>(projection.num_groups())) {
+    CacheTensor tensor;
+    tensor.base = base_;
+    tensor.bytes = bytes_;
+    tensor.layers = projection.group(id).layers;
+    tensor.layer_stride = layer_stride_;
+    tensor.block_stride = block_stride_;
+    tensor.offset = front_;
+    tensors_.push_back(std::move(tensor));
+  }
+}
+
+SimMemory::~SimMemory() { ::operator delete(base_, std::align_val_t{kAlignment}); }
+
+const std::byte* SimMemory::page(GroupId, std::uint32_t layer, BlockId block) const noexcept {
+  return base_ + at(layer, block);
+}
+std::byte* SimMemory::page(GroupId, std::uint32_t layer, BlockId block) noexcept { return base_ + at(layer, block); }
+std::byte* SimMemory::shadow_page(GroupId, std::uint32_t layer, BlockId block) noexcept {
+  return shadow_.empty() ? nullptr : shadow_.data() + at(layer, block);
+}
+
+void SimMemory::poison(BlockId block) noexcept {
+  for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
+    std::memset(base_ + at(layer, block), kPoison, slot_bytes_);
+    if (!shadow_.empty()) std::memset(shadow_.data() + at(layer, block), kPoison, slot_bytes_);
+  }
+}
+
+void SimMemory::open(GroupId group, BlockId block) {
+  Open& entry = open_[static_cast<std::size_t>(raw(block))];
+  if (entry.count++ == 0) ++num_open_;
+  entry.group = group;
+}
+
+void SimMemory::close(GroupId group, BlockId block) {
+  Open& entry = open_[static_cast<std::size_t>(raw(block))];
+  if (entry.count == 0 || --entry.count != 0) return;
+  --num_open_;
+  if (shadow_.empty()) return;
+  for (std::uint32_t layer = 0; layer < pages_[group].layers; ++layer) {
+    std::memcpy(shadow_.data() + at(layer, block), base_ + at(layer, block), pages_[group].bytes);
+  }
+}
+
+std::string SimMemory::first_difference() const {
+  if (shadow_.empty()) return "";
+  const auto same = [&](std::uint64_t from, std::uint64_t to) {
+    return std::memcmp(base_ + from, shadow_.data() + from, to - from) == 0;
+  };
+  const auto first = [&](std::uint64_t from, std::uint64_t to) {
+    return describe(static_cast<std::uint64_t>(
+        std::mismatch(base_ + from, base_ + to, shadow_.data() + from).first - base_));
+  };
+  if (num_open_ == 0) return same(0, bytes_) ? "" : first(0, bytes_);
+  std::uint64_t cursor = 0;
+  for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
+    for (std::uint32_t b = 1; b < num_blocks_; ++b) {
+      const BlockId block{static_cast<std::int32_t>(b)};
+      const Open& entry = open_[static_cast<std::size_t>(raw(block))];
+      if (entry.count == 0 || layer >= pages_[entry.group].layers) continue;
+      if (!same(cursor, at(layer, block))) return first(cursor, at(layer, block));
+      cursor = at(layer, block) + pages_[entry.group].bytes;
+    }
+  }
+  return same(cursor, bytes_) ? "" : first(cursor, bytes_);
+}
+
+std::string SimMemory::describe(std::uint64_t offset) const {
+  std::string where = "byte " + std::to_string(offset) + ": ";
+  if (offset < front_ || offset >= front_ + layer_stride_ * num_slots_) {
+    where += "guard around the tensor";
+  } else {
+    const std::uint64_t layer = (offset - front_) / layer_stride_;
+    const std::uint64_t in_layer = (offset - front_) % layer_stride_;
+    const std::uint64_t block = in_layer / block_stride_;
+    const std::uint64_t in_block = in_layer % block_stride_;
+    where += "layer " + std::to_string(layer) + ", ";
+    if (block >= num_blocks_) {
+      where += "guard behind the layer";
+    } else {
+      where += "block " + std::to_string(block) + ", ";
+      where += in_block >= slot_bytes_ ? "guard behind the block" : "byte " + std::to_string(in_block);
+    }
+  }
+  const auto hex = [](std::byte value) {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    return std::string{kDigits[static_cast<unsigned>(value) >> 4], kDigits[static_cast<unsigned>(value) & 15]};
+  };
+  return where + " is " + hex(base_[offset]) + ", should be " + hex(shadow_[offset]);
+}
+
+}  // namespace kvprism::sim
