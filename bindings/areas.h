@@ -1,0 +1,17 @@
+// One function a file: each adds the classes of its area to the module. Order matters only for default arguments.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvprism::bindings {
+
+void bind_errors(nanobind::module_& module);   // errors.cpp: Error, its subclasses, Problem
+void bind_spec(nanobind::module_& module);     // spec.cpp: SpecRegistry
+void bind_group(nanobind::module_& module);    // group.cpp: CacheConfig, Projection, the typed ids
+void bind_key(nanobind::module_& module);      // key.cpp: KeySchema, RankPosition
+void bind_layout(nanobind::module_& module);   // layout.cpp: CacheTensor, SegmentMap
+void bind_store(nanobind::module_& module);    // store.cpp
+void bind_backend(nanobind::module_& module);  // backend.cpp
+void bind_sim(nanobind::module_& module);      // sim.cpp
+
+}  // namespace kvprism::bindings
