@@ -125,15 +125,14 @@ class SilentStore final : public ObjectStore {
     return take(batch);
   }
   bool poll_store(Instant, Completion&) override { return false; }
-  CloseReport close_store(Duration budget) override {
-    if (block_in_close)
-      std::this_thread::sleep_for(std::chrono::nanoseconds(budget.ns) + std::chrono::seconds(4));
+  CloseReport close_store(Duration) override {
+    while (hang_in_close) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ++closed;
     return {1, {OpId{1}}};
   }
 
   std::atomic<int> closed{0};
-  bool block_in_close = false;
+  std::atomic<bool> hang_in_close{false};
 
  private:
   bool take(std::unique_ptr<ObjectBatch>& batch) {
@@ -264,15 +263,17 @@ TEST(PumpThread, StopTellsTheSameToEveryCaller) {
 
 TEST(PumpThread, StopIsBoundedWhenTheStoreDoesNotComeBack) {
   const auto store = std::make_shared<SilentStore>();
-  store->block_in_close = true;
+  store->hang_in_close = true;
   Rank rank(store);
   const Instant before = monotonic_now();
   {
     PumpThread pump(rank.worker, rank.store);
     EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u);
+    EXPECT_EQ(pump.stop(seconds(60)).unquiet, 1u) << "it was given up already";
   }
   EXPECT_LT(monotonic_now() - before, seconds(4));
-  // The thread that was left behind ends by itself; the memory stays until then.
+  // The thread that was left behind ends when the store does; the memory stays until then.
+  store->hang_in_close = false;
   while (store->closed.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
 }

@@ -667,7 +667,7 @@ TEST_F(SchedulerTest, RefusesAConfigurationThatCannotStore) {
     }
     return {};
   };
-  EXPECT_THAT(message({test::ring_group(8)}), HasSubstr("store scheduler"));
+  EXPECT_THAT(message({test::ring_group(8)}), HasSubstr("at least one group to store"));
   GroupConfig mamba = test::mamba_group(16);
   std::get<StatePayload>(mamba.spec.payload).cache_mode = "none";
   EXPECT_THAT(message({test::full_group(16), mamba}), HasSubstr("align"));

@@ -9,13 +9,12 @@ namespace {
 
 std::string describe(const std::string& subject, const std::vector<Problem>& problems) {
   std::string text = subject;
-  if (problems.size() > 1) text += ": " + std::to_string(problems.size()) + " problems";
+  if (problems.size() > 1) text.append(": ").append(std::to_string(problems.size())).append(" problems");
   for (const Problem& problem : problems) {
-    text += problems.size() > 1 ? "\n  " : ": ";
-    text += problem.path;
-    if (!problem.value.empty()) text += " = " + problem.value;
-    text += ": expected " + problem.expected;
-    if (!problem.hint.empty()) text += " (" + problem.hint + ")";
+    text.append(problems.size() > 1 ? "\n  " : ": ").append(problem.path);
+    if (!problem.value.empty()) text.append(" = ").append(problem.value);
+    text.append(": expected ").append(problem.expected);
+    if (!problem.hint.empty()) text.append(" (").append(problem.hint).append(")");
   }
   return text;
 }
@@ -96,7 +95,10 @@ std::string suggest(std::string_view word, std::span<const std::string_view> kno
       found = candidate;
     }
   }
-  return found.empty() ? std::string() : "did you mean '" + std::string(found) + "'?";
+  if (found.empty()) return {};
+  std::string text("did you mean '");
+  text.append(found).append("'?");
+  return text;
 }
 
 }  // namespace kvprism
