@@ -18,7 +18,7 @@ namespace kvprism {
 namespace {
 
 // What a worker may need beyond its budget to come back.
-constexpr Duration kGrace = seconds(2);
+constexpr Duration kGrace = seconds(1);
 
 // Signals belong to the engine's threads, so a new thread starts with all of them blocked.
 class BlockedSignals {
@@ -95,6 +95,7 @@ struct PumpThread::Handle {
   std::mutex mutex;  // of the thread object
   std::thread thread;
   pid_t owner = 0;  // the process that has the thread
+  bool left_behind = false;
 };
 
 PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
@@ -147,18 +148,19 @@ CloseReport PumpThread::stop(Duration budget) {
     state.stopping = true;
   }
   state.signal.notify();
-  CloseReport report;
-  bool ended = false;
-  {
-    std::unique_lock lock(state.mutex);
-    const Duration longest = state.budget + kGrace;
-    ended = state.changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
-                                   [&] { return state.ended; });
-    report = state.report;
-  }
-  const std::lock_guard lock(handle_->mutex);
+  // Later callers wait here for the first.
+  const std::lock_guard turn(handle_->mutex);
+  std::unique_lock lock(state.mutex);
+  const Duration longest = handle_->left_behind ? Duration{} : state.budget + kGrace;
+  const bool ended = state.changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
+                                            [&] { return state.ended; });
+  CloseReport report = state.report;
+  lock.unlock();
   if (handle_->thread.joinable()) ended ? handle_->thread.join() : handle_->thread.detach();
-  if (!ended) ++report.unquiet;
+  if (!ended) {
+    handle_->left_behind = true;
+    ++report.unquiet;
+  }
   return report;
 }
 
