@@ -805,12 +805,11 @@ TEST(BlockingStore, ThreadsHaveNamesAndLeaveSignalsAlone) {
     ASSERT_TRUE(start_get(store, 2, batch_of({"a"}, memory.data(), 16)));
     ASSERT_TRUE(start_exists(store, 3, batch_of({"a"})));
     for (const int op : {1, 2, 3}) ASSERT_TRUE(ends.wait_quiet(op));
-    const std::set<std::string> names = thread_names();
     for (const char* name : {"kvp-put", "kvp-get", "kvp-look", "kvp-care"}) {
-      EXPECT_TRUE(names.contains(name)) << name;
+      EXPECT_TRUE(eventually([&] { return thread_names().contains(name); })) << name;
     }
   }
-  EXPECT_EQ(thread_names().count("kvp-care"), 0u);
+  EXPECT_TRUE(eventually([] { return !thread_names().contains("kvp-care"); }));
   sigset_t now;
   pthread_sigmask(SIG_SETMASK, nullptr, &now);
   for (int signal = 1; signal < NSIG; ++signal) {
