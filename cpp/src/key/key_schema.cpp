@@ -1,6 +1,5 @@
 #include "kvprism/key/key_schema.h"
 
-#include <array>
 #include <cassert>
 #include <cstring>
 #include <utility>
@@ -8,6 +7,7 @@
 
 #include "group/hash128.h"
 #include "group/utf8.h"
+#include "key/hex.h"
 #include "kvprism/base/error.h"
 
 namespace kvprism {
@@ -27,16 +27,6 @@ namespace {
 constexpr std::string_view kSchemaVersion = "1";
 constexpr std::size_t kMinHashBytes = 16;
 constexpr std::size_t kMaxHashBytes = 64;
-
-constexpr std::array<char, 512> kHexPairs = [] {
-  constexpr std::string_view digits = "0123456789abcdef";
-  std::array<char, 512> pairs{};
-  for (std::size_t byte = 0; byte < 256; ++byte) {
-    pairs[2 * byte] = digits[byte >> 4];
-    pairs[2 * byte + 1] = digits[byte & 15];
-  }
-  return pairs;
-}();
 
 std::string escaped(std::string_view name) {
   if (name.empty()) return "-";
@@ -206,20 +196,7 @@ void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition
   std::string& key = slots.append();
   key.resize(prefix.size() + 2 * hash.size());
   std::memcpy(key.data(), prefix.data(), prefix.size());
-  char* const out = key.data() + prefix.size();
-  const auto pair = [&](std::size_t i) { std::memcpy(out + 2 * i, kHexPairs.data() + 2 * std::size_t{hash[i]}, 2); };
-  std::size_t i = 0;
-  for (; i + 8 <= hash.size(); i += 8) {
-    pair(i);
-    pair(i + 1);
-    pair(i + 2);
-    pair(i + 3);
-    pair(i + 4);
-    pair(i + 5);
-    pair(i + 6);
-    pair(i + 7);
-  }
-  for (; i < hash.size(); ++i) pair(i);
+  detail::write_hex(hash, key.data() + prefix.size());
 }
 
 }  // namespace kvprism

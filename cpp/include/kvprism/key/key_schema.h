@@ -56,7 +56,7 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 // In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte is %XX, so that it is
 // one path component and no two namespaces spell alike; empty is "-", and "-" itself is "%2D".
 // Ownership: shares immutable state. Threads: const calls from any thread.
-class KVPRISM_API KeySchema {
+class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
  public:
   // Throws Error (kInvalidConfig) with all problems: nothing to store, an empty model or hash algorithm, text that is not
   // UTF-8, hash_is_stable false (R38).
