@@ -60,6 +60,21 @@ class KeepSignalMask {
   sigset_t mask_;
 };
 
+// Threads inherit the name of the one that makes them: Mooncake's are to be told from ours.
+class NameNewThreads {
+ public:
+  explicit NameNewThreads(const char* name) noexcept {
+    pthread_getname_np(pthread_self(), before_.data(), before_.size());
+    pthread_setname_np(pthread_self(), name);
+  }
+  ~NameNewThreads() { pthread_setname_np(pthread_self(), before_.data()); }
+  NameNewThreads(const NameNewThreads&) = delete;
+  NameNewThreads& operator=(const NameNewThreads&) = delete;
+
+ private:
+  std::array<char, 16> before_{};
+};
+
 // Calls `native`; an exception of Mooncake's becomes an empty answer, because none may cross into our threads.
 template <class Native>
 auto guarded(const char* what, Native&& native) noexcept -> decltype(native()) {
@@ -125,6 +140,7 @@ class MooncakeClient final : public BlockingClient {
         protocol_(options.protocol),
         pid_(::getpid()) {
     const KeepSignalMask keep;
+    const NameNewThreads names("mooncake");
     std::string thrown;
     int code = 0;
     try {

@@ -1,0 +1,328 @@
+// The Mooncake backend against a real master and the real library.
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kvprism/base/error.h"
+#include "mooncake_fixture.h"
+
+namespace kvprism::test {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using S = std::vector<ItemStatus>;
+
+class Mooncake : public MooncakeTest {};
+
+TEST_F(Mooncake, RoundTripOfOddSizes) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore store(mooncake_client_factory(options(master)));
+  EXPECT_EQ(store.capabilities().name, "mooncake 0.3.13.post1 tcp");
+  EXPECT_EQ(store.capabilities().max_segments_per_call, 512u);
+  EXPECT_FALSE(store.capabilities().device_memory);
+  const Memory memory(8 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+
+  const std::vector<std::vector<std::size_t>> shapes = {
+      {1}, {3, 4097}, {65537, 1, 4095}, {(1 << 20) + 13, 31}, {17, 17, 17, 17, 17}, {999999}};
+  std::vector<Item> sources, targets;
+  std::vector<std::string> keys;
+  std::size_t at = 7;
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    Item source{"odd-" + std::to_string(i), {}};
+    Item target = source;
+    for (const std::size_t bytes : shapes[i]) {
+      memory.fill(at, bytes, static_cast<std::uint32_t>(at));
+      source.segments.push_back({memory.at(at), bytes});
+      target.segments.push_back({memory.at(at + (4 << 20)), bytes});
+      at += bytes + 3;
+    }
+    keys.push_back(source.key);
+    sources.push_back(source);
+    targets.push_back(target);
+  }
+  EXPECT_EQ(run.exists(keys), S(keys.size(), ItemStatus::kMissing));
+  EXPECT_EQ(run.put(sources), S(keys.size(), ItemStatus::kOk));
+  EXPECT_EQ(run.exists(keys), S(keys.size(), ItemStatus::kOk));
+  EXPECT_EQ(run.get(targets), S(keys.size(), ItemStatus::kOk));
+  for (const Item& source : sources) {
+    for (const Segment& segment : source.segments) {
+      EXPECT_EQ(std::memcmp(segment.base, segment.base + (4 << 20), segment.length), 0);
+      EXPECT_EQ(segment.base[(4 << 20) + segment.length], std::byte{0});
+      EXPECT_EQ(segment.base[(4 << 20) - 1], std::byte{0});
+    }
+  }
+  EXPECT_EQ(store.counters().replacements, 0u);
+}
+
+TEST_F(Mooncake, ManySlicesAreCutAndSucceed) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore store(mooncake_client_factory(options(master)));
+  const Memory memory(8 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+  memory.fill(0, 4 << 20, 11);
+  std::vector<Item> sources, targets;
+  constexpr std::size_t kKeys = 600, kSegments = 4, kBytes = 512;
+  for (std::size_t i = 0; i < kKeys; ++i) {
+    Item source{"many-" + std::to_string(i), {}};
+    Item target = source;
+    for (std::size_t j = 0; j < kSegments; ++j) {
+      const std::size_t offset = (i * kSegments + j) * kBytes;
+      source.segments.push_back({memory.at(offset), kBytes});
+      target.segments.push_back({memory.at((4 << 20) + offset), kBytes});
+    }
+    sources.push_back(source);
+    targets.push_back(target);
+  }
+  const auto began = Clock::now();
+  EXPECT_EQ(run.put(sources), S(kKeys, ItemStatus::kOk));
+  EXPECT_EQ(run.get(targets), S(kKeys, ItemStatus::kOk));
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(20));
+  EXPECT_EQ(std::memcmp(memory.at(0), memory.at(4 << 20), kKeys * kSegments * kBytes), 0);
+}
+
+TEST_F(Mooncake, BadItemsAreRefusedAndTheOthersGo) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore store(mooncake_client_factory(options(master)));
+  const Memory memory(1 << 20);
+  const Memory foreign(1 << 16);
+  store.add_region(memory.region());
+  Operations run(store);
+  memory.fill(0, 4096, 1);
+  foreign.fill(0, 4096, 2);
+  std::vector<Segment> too_many(513, Segment{memory.at(0), 1});
+  EXPECT_EQ(run.put({{"", {{memory.at(0), 16}}},
+                     {"none", {}},
+                     {"zero", {{memory.at(0), 16}, {memory.at(16), 0}}},
+                     {"foreign", {{memory.at(0), 16}, {foreign.at(0), 16}}},
+                     {"edge", {{memory.at(memory.size() - 15), 16}}},
+                     {"many", too_many},
+                     {"good", {{memory.at(0), 16}, {memory.at(64), 32}}}}),
+            (S{ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid,
+               ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kOk}));
+  EXPECT_EQ(run.exists({"zero", "", "foreign", "good"}),
+            (S{ItemStatus::kMissing, ItemStatus::kInvalid, ItemStatus::kMissing, ItemStatus::kOk}));
+  EXPECT_EQ(run.get({{"good", {{foreign.at(8192), 48}}}, {"good", {{memory.at(8192), 48}}}}),
+            (S{ItemStatus::kInvalid, ItemStatus::kOk}));
+  EXPECT_EQ(foreign.at(8192)[0], std::byte{0});
+  EXPECT_EQ(std::memcmp(memory.at(8192), memory.at(0), 16), 0);
+  EXPECT_EQ(std::memcmp(memory.at(8192 + 16), memory.at(64), 32), 0);
+}
+
+TEST_F(Mooncake, AnotherSizeIsAMismatchAndNoReasonToReplaceTheClient) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore store(mooncake_client_factory(options(master)));
+  const Memory memory(1 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+  memory.fill(0, 1000, 1);
+  memory.fill(1000, 1000, 2);
+  EXPECT_EQ(run.put({{"k", {{memory.at(0), 1000}}}}), S{ItemStatus::kOk});
+  // A second put of the key is accepted and changes nothing (R47).
+  EXPECT_TRUE(stored(run.put({{"k", {{memory.at(1000), 500}}}})[0]));
+  EXPECT_EQ(run.get({{"k", {{memory.at(4096), 999}}}}), S{ItemStatus::kSizeMismatch});
+  EXPECT_EQ(run.get({{"k", {{memory.at(8192), 1001}}}}), S{ItemStatus::kSizeMismatch});
+  EXPECT_EQ(run.get({{"absent", {{memory.at(12288), 1000}}}, {"k", {{memory.at(16384), 1000}}}}),
+            (S{ItemStatus::kMissing, ItemStatus::kOk}));
+  EXPECT_TRUE(memory.holds(16384, 1000, 1));
+  EXPECT_EQ(memory.at(8192)[0], std::byte{0});
+  EXPECT_EQ(store.counters().replacements, 0u);
+  EXPECT_EQ(store.counters().unquiet_calls, 0u);
+}
+
+// R50: what does not fit is dropped with its reason, and what is there stays readable.
+TEST_F(Mooncake, FullPoolSaysSoPerItem) {
+  MooncakeMaster master(site_packages_, {"-eviction_high_watermark_ratio=1.0"});
+  BlockingStore store(mooncake_client_factory(options(master, 16 << 20)));
+  const Memory memory(1 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+  memory.fill(0, 1 << 20, 5);
+  std::vector<Item> items;
+  for (int i = 0; i < 40; ++i) items.push_back({"full-" + std::to_string(i), {{memory.at(0), 1 << 20}}});
+  const S statuses = run.put(items);
+  const auto kept = std::count(statuses.begin(), statuses.end(), ItemStatus::kOk);
+  EXPECT_GT(kept, 5);
+  EXPECT_LT(kept, 17);
+  EXPECT_EQ(std::count(statuses.begin(), statuses.end(), ItemStatus::kNoSpace), 40 - kept);
+  EXPECT_EQ(store.counters().replacements, 0u);
+}
+
+// The scheduler's client: no segment, no buffer, lookups only, beside another client of the process.
+TEST_F(Mooncake, LookupClientSeesWhatAnotherClientStored) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore worker(mooncake_client_factory(options(master)));
+  BlockingStore scheduler(mooncake_client_factory(options(master, 0)));
+  const Memory memory(1 << 16);
+  worker.add_region(memory.region());
+  Operations puts(worker), looks(scheduler);
+  EXPECT_EQ(looks.exists({"a", "b"}), S(2, ItemStatus::kMissing));
+  EXPECT_EQ(puts.put({{"a", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
+  EXPECT_EQ(looks.exists({"a", "b"}), (S{ItemStatus::kOk, ItemStatus::kMissing}));
+  EXPECT_EQ(scheduler.close_index(seconds(10)).unquiet, 0u);
+  EXPECT_EQ(worker.close_store(seconds(10)).unquiet, 0u);
+}
+
+// Objects in a storage process live on when the writer closes (R52).
+TEST_F(Mooncake, ObjectsInAStorageProcessOutliveTheirWriter) {
+  MooncakeMaster master(site_packages_);
+  master.add_storage(kPool);
+  const Memory memory(1 << 20);
+  memory.fill(0, 100001, 3);
+  {
+    BlockingStore writer(mooncake_client_factory(options(master, 0)));
+    writer.add_region(memory.region());
+    EXPECT_EQ(Operations(writer).put({{"k", {{memory.at(0), 100001}}}}), S{ItemStatus::kOk});
+  }
+  BlockingStore reader(mooncake_client_factory(options(master, 0)));
+  reader.add_region(memory.region());
+  EXPECT_EQ(Operations(reader).get({{"k", {{memory.at(1 << 19), 100001}}}}), S{ItemStatus::kOk});
+  EXPECT_TRUE(memory.holds(1 << 19, 100001, 3));
+}
+
+// R51: while the master is away everything ends quickly as a miss; afterwards it works again without a restart.
+TEST_F(Mooncake, MasterGoesAndComesBack) {
+  MooncakeMaster master(site_packages_);
+  BlockingStoreOptions store_options;
+  store_options.max_retry = milliseconds(500);
+  BlockingStore store(mooncake_client_factory(options(master)), store_options);
+  const Memory memory(1 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+  EXPECT_EQ(run.put({{"before", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
+  master.kill();
+  run.exists({"before"});
+  run.get({{"before", {{memory.at(8192), 4096}}}});
+  for (int i = 0; i < 20; ++i) {
+    const auto began = Clock::now();
+    EXPECT_NE(run.exists({"before"}), S{ItemStatus::kOk});
+    EXPECT_NE(run.put({{"during", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
+    EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(500));
+  }
+  ASSERT_TRUE(master.start());
+  ASSERT_TRUE(within(std::chrono::seconds(20), [&] {
+    return run.put({{"after", {{memory.at(0), 4096}}}}) == S{ItemStatus::kOk};
+  }));
+  memory.fill(0, 4096, 9);
+  EXPECT_EQ(run.put({{"after2", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
+  EXPECT_EQ(run.get({{"after2", {{memory.at(16384), 4096}}}}), S{ItemStatus::kOk});
+  EXPECT_TRUE(memory.holds(16384, 4096, 9));
+}
+
+// A master that accepts connections and says nothing must not hold the caller (R54).
+TEST_F(Mooncake, SilentMasterIsGivenUpAtSetUp) {
+  MooncakeMaster master(site_packages_);
+  master.process().signal(SIGSTOP);
+  BlockingStoreOptions store_options;
+  store_options.setup_timeout = seconds(1);
+  const auto began = Clock::now();
+  try {
+    BlockingStore store(mooncake_client_factory(options(master)), store_options);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kTimedOut);
+  }
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(4));
+  master.process().signal(SIGCONT);
+}
+
+std::atomic<int> terminations = 0;
+
+// The engine's signal handling stays as it was, although no Python is in this program.
+TEST_F(Mooncake, SignalsStayWithTheEngine) {
+  MooncakeMaster master(site_packages_);
+  struct sigaction action{};
+  action.sa_handler = [](int) { ++terminations; };
+  struct sigaction before{};
+  ASSERT_EQ(::sigaction(SIGTERM, &action, &before), 0);
+  sigset_t mask_before;
+  pthread_sigmask(SIG_SETMASK, nullptr, &mask_before);
+
+  // Made in this thread, as an embedder may do it.
+  const std::unique_ptr<BlockingClient> client = mooncake_client_factory(options(master))();
+  sigset_t mask_after;
+  pthread_sigmask(SIG_SETMASK, nullptr, &mask_after);
+  for (int number = 1; number < NSIG; ++number) {
+    EXPECT_EQ(sigismember(&mask_before, number), sigismember(&mask_after, number)) << number;
+  }
+  ::kill(::getpid(), SIGTERM);
+  EXPECT_TRUE(within(std::chrono::seconds(5), [] { return terminations == 1; }));
+  struct sigaction present{};
+  ::sigaction(SIGTERM, nullptr, &present);
+  EXPECT_EQ(present.sa_handler, action.sa_handler);
+  client->tear_down();
+  ::sigaction(SIGTERM, &before, nullptr);
+}
+
+TEST_F(Mooncake, OneLibraryAndOneEnvironmentPerProcess) {
+  MooncakeMaster master(site_packages_);
+  const auto client = mooncake_client_factory(options(master))();
+  MooncakeOptions other = options(master);
+  other.environment = {{"MC_STORE_MEMCPY", "1"}};
+  try {
+    mooncake_client_factory(other)();
+    ADD_FAILURE() << "another environment was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_EQ(error.problems()[0].path, "environment.MC_STORE_MEMCPY");
+  }
+  const std::filesystem::path copy = master.folder() / "mooncake" / "store.so";
+  std::filesystem::create_directory(copy.parent_path());
+  std::filesystem::copy_file(site_packages_ + "/mooncake/store.so", copy);
+  other = options(master);
+  other.library = copy.string();
+  try {
+    mooncake_client_factory(other)();
+    ADD_FAILURE() << "another library was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+  }
+  // Protocol rdma is refused as well: Mooncake was told to use TCP alone.
+  other = options(master);
+  other.protocol = "rdma";
+  std::filesystem::create_directories(master.folder() / "devices" / "mlx5_0");
+  other.rdma_device_folder = (master.folder() / "devices").string();
+  EXPECT_THROW(mooncake_client_factory(other)(), Error);
+  client->tear_down();
+}
+
+// R71 with the real library: the parent's memory stays registered and its transfers right.
+TEST_F(Mooncake, ForkedChildIsRefusedAndHarmless) {
+  MooncakeMaster master(site_packages_);
+  auto store = std::make_unique<BlockingStore>(mooncake_client_factory(options(master)));
+  const Memory memory(4 << 20);
+  store->add_region(memory.region());
+  Operations run(*store);
+  memory.fill(0, 1 << 20, 4);
+  EXPECT_EQ(run.put({{"k", {{memory.at(0), 1 << 20}}}}), S{ItemStatus::kOk});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    auto batch = batch_of({{"c", {{memory.at(0), 16}}}});
+    const bool refused = !store->start_put(OpId{99}, batch, {0}, {1'000'000'000});
+    store.reset();
+    ::_exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  EXPECT_EQ(run.get({{"k", {{memory.at(2 << 20), 1 << 20}}}}), S{ItemStatus::kOk});
+  EXPECT_TRUE(memory.holds(2 << 20, 1 << 20, 4));
+}
+
+}  // namespace
+}  // namespace kvprism::test
+
+int main(int argc, char** argv) {
+  kvprism::test::enter_private_network();
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
