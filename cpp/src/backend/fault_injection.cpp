@@ -106,7 +106,8 @@ struct FaultInjector::Impl {
     Phase phase = Phase::kWaiting;
     std::optional<FaultKind> fault;
     std::unique_ptr<ObjectBatch> batch;  // the caller's, while the inner store has not got it
-    std::unique_ptr<ObjectBatch> part;   // passed on instead of it when some items are withheld
+    bool partial = false;                // some items are withheld; the inner store gets `part`
+    std::unique_ptr<ObjectBatch> part;
     std::vector<std::uint32_t> passed;   // positions of the items in `part`
     std::vector<ItemResult> items;
     Instant due{};
@@ -218,6 +219,7 @@ struct FaultInjector::Impl {
   void withhold(Operation& op, ItemStatus status, bool all) {
     const std::size_t count = op.items.size();
     const std::size_t certain = random.below(count);
+    op.partial = true;
     op.part = std::make_unique<ObjectBatch>();
     for (std::size_t i = 0; i < count; ++i) {
       if (all || i == certain || random.chance(1, 3)) {
@@ -252,7 +254,7 @@ struct FaultInjector::Impl {
         ++at;
         continue;
       }
-      if (op.part && op.part->keys.empty()) {
+      if (op.partial && op.passed.empty()) {
         tell(side, op, true);
         at = side.operations.erase(at);
         continue;
@@ -260,7 +262,7 @@ struct FaultInjector::Impl {
       const std::uint64_t inner = next_inner++;
       // A get that lands late has missed every deadline already.
       const Instant deadline = op.told ? Instant{INT64_MAX} : op.deadline;
-      if (start_inner(op.kind, inner, op.part ? op.part : op.batch, now, deadline)) {
+      if (start_inner(op.kind, inner, op.partial ? op.part : op.batch, now, deadline)) {
         op.phase = Phase::kInner;
         by_inner.emplace(inner, at);
       } else if (now >= deadline) {
@@ -285,7 +287,7 @@ struct FaultInjector::Impl {
     const auto at = found->second;
     Operation& op = *at;
     if (done.outcome && !op.told) {
-      if (!op.part) {
+      if (!op.partial) {
         op.items = std::move(done.items);
       } else {
         for (std::size_t i = 0; i < op.passed.size(); ++i) op.items[op.passed[i]] = done.items[i];
@@ -298,7 +300,7 @@ struct FaultInjector::Impl {
       return;
     }
     by_inner.erase(found);
-    if (op.part) {
+    if (op.partial) {
       op.part = std::move(done.batch);
     } else {
       op.batch = std::move(done.batch);

@@ -134,6 +134,7 @@ void Engine::Impl::remember(Sequence& sequence, std::uint32_t from, std::uint32_
     for (std::uint32_t chunk = from / group.tokens; chunk < to / group.tokens; ++chunk) {
       const std::uint32_t end = (chunk + 1) * group.tokens;
       if (chunk >= table.size() || table[chunk] == kNullBlock || cache.holds(table[chunk])) continue;
+      if (state && end != to) continue;  // a column that a longer step has passed holds an earlier state
       const auto prefixes = sequence.trail.prefixes(state ? end - 1 : end - group.tokens, end);
       cache.insert(group.id, sequence.trail.hash_of(end), table[chunk], {prefixes.begin(), prefixes.end()});
     }

@@ -40,9 +40,14 @@ void Engine::Impl::verify(const Sequence& sequence, VerifyResult& result) {
   for (const GroupModel& group : groups) {
     const auto& table = sequence.tables[raw(group.id)];
     const auto check = [&](std::uint32_t chunk, std::uint32_t from, std::uint32_t to) {
-      if (chunk < table.size() && table[chunk] != kNullBlock && from < to) {
-        result.mismatched += compare(group, chunk, table[chunk], sequence.trail, from, to, &result.bytes);
+      if (chunk >= table.size() || table[chunk] == kNullBlock || from >= to) return;
+      const std::uint64_t wrong = compare(group, chunk, table[chunk], sequence.trail, from, to, &result.bytes);
+      if (wrong != 0 && result.mismatched == 0) {
+        result.first = "request " + std::to_string(raw(sequence.id)) + ", group " + std::to_string(raw(group.id)) +
+                       ", tokens " + std::to_string(from) + ".." + std::to_string(to) + " of " +
+                       std::to_string(computed) + ", block " + std::to_string(raw(table[chunk]));
       }
+      result.mismatched += wrong;
     };
     switch (group.kind) {
       case GroupModel::Kind::kFull:
@@ -106,6 +111,10 @@ VerifyResult Engine::verify_all() const {
           write_positions(shape, layer, 0, entry.prefixes, e.scratch.data());
         }
         result.bytes += shape.bytes();
+        if (std::memcmp(e.scratch.data(), page, shape.bytes()) == 0) continue;
+        if (result.mismatched == 0) {
+          result.first = "cached block " + std::to_string(raw(block)) + ", group " + std::to_string(raw(entry.group));
+        }
         for (std::size_t i = 0; i < e.scratch.size(); ++i) result.mismatched += e.scratch[i] != page[i];
       }
     }

@@ -77,6 +77,7 @@ struct EngineStats {
 struct VerifyResult {
   std::uint64_t bytes = 0;
   std::uint64_t mismatched = 0;
+  std::string first;  // where the first mismatch is, in words
 };
 
 // One worker and the memory that its map describes.

@@ -1,0 +1,81 @@
+// A whole deployment in virtual time from one seed: engine, scheduler, worker, store, faults, and judges of all of them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvprism/backend/fault_injection.h"
+
+namespace kvprism::sim {
+
+// What the world itself does to the house, beside the faults of its store.
+enum class WorldFault : std::uint8_t {
+  kAbort,            // of a request
+  kAbortLoading,     // of a request whose load is running
+  kPreemption,
+  kReportDelayed,    // others overtook it
+  kReportDuplicated,
+  kReportGarbage,
+  kReportForeign,    // of an earlier engine
+  kPlanForeign,      // of another digest or epoch
+  kNullOffer,        // a state offered in the null block
+  kShrunk,           // accepted tokens went back for a moment
+  kUnknownRequest,   // calls for requests that do not exist
+  kLateToken,        // a worker was pumped while a save's token had not fired
+  kEvicted,          // objects dropped by the pool
+  kErased,           // objects that vanished
+  kUnfinished,       // objects without their writer
+  kPoolFull,
+  kTimeJump,
+  kRestart,          // of the engine with a fresh cache
+  kQuarantine,       // jobs that stayed unquiet for too long
+  kDetachedLoad,
+  kPartialLoad,
+  kIdReused,         // a request with the id of an earlier one
+};
+inline constexpr std::size_t kNumWorldFaults = 22;
+
+std::string_view to_string(WorldFault kind) noexcept;
+
+struct WorldOptions {
+  std::uint64_t seed = 1;
+  std::uint32_t events = 1000;
+  std::uint32_t trace_from = UINT32_MAX;  // the event from which on the trace is kept
+  bool silent_corrupt = false;            // lets the store lie, which must be noticed
+};
+
+struct WorldTotals {
+  std::uint64_t events = 0;
+  std::uint64_t requests = 0;
+  std::uint64_t finished = 0;
+  std::uint64_t aborted = 0;
+  std::uint64_t computed_tokens = 0;
+  std::uint64_t local_hit_tokens = 0;
+  std::uint64_t external_hit_tokens = 0;
+  std::uint64_t objects_checked = 0;
+  std::uint64_t loads = 0;
+  std::uint64_t jobs = 0;
+  std::uint64_t clean_worlds = 0;  // without faults, where also what is missing is a failure
+  std::array<std::uint64_t, kNumFaultKinds> faults{};
+  std::array<std::uint64_t, kNumWorldFaults> world_faults{};
+
+  void add(const WorldTotals& other) noexcept;
+};
+
+struct WorldResult {
+  bool passed = true;
+  std::uint32_t failed_at = 0;    // event; beyond `events` while everything drains
+  std::string invariant;          // one word, e.g. "memory"
+  std::string failure;            // in words
+  std::string config;             // the groups of this seed and its options, in words
+  std::vector<std::string> trace;
+  WorldTotals totals;
+};
+
+// Runs one seed to its end or to the first broken invariant. The same options give the same result.
+WorldResult run_world(const WorldOptions& options);
+
+}  // namespace kvprism::sim

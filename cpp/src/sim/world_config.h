@@ -1,0 +1,41 @@
+// What a seed's world looks like.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "backend/seeded_random.h"
+#include "kvprism/backend/fault_injection.h"
+#include "kvprism/backend/memory_store.h"
+#include "kvprism/group/cache_config.h"
+#include "kvprism/sim/engine.h"
+#include "kvprism/store/store_scheduler.h"
+#include "kvprism/store/store_worker.h"
+
+namespace kvprism::sim {
+
+struct WorldConfig {
+  CacheConfig cache;
+  EngineOptions engine;
+  StoreSchedulerOptions scheduler;
+  StoreWorkerOptions worker;
+  MemoryPoolOptions pool;
+  MemoryStoreOptions store;
+  FaultPlan faults;
+  bool clean = false;            // no faults, no evictions, no deadlines that could pass
+  bool hold_reports = true;      // the report channel delays
+  bool reorder_reports = false;
+  bool erase_objects = false;
+  bool restarts = true;
+  std::uint32_t guard_bytes = 16;
+  std::uint32_t max_requests = 6;    // unfinished at a time
+  std::uint32_t max_prompt = 96;
+  std::uint32_t max_new_tokens = 24;
+  std::uint32_t families = 3;        // prefixes that prompts share
+
+  std::string describe() const;
+};
+
+WorldConfig make_world_config(std::uint64_t seed);
+
+}  // namespace kvprism::sim

@@ -1,0 +1,343 @@
+#include "sim/world_judge.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+
+#include "kvprism/io/object_store.h"
+
+namespace kvprism::sim {
+namespace {
+
+// Jobs of plans that the world made up itself.
+constexpr std::uint64_t kForeignJobs = std::uint64_t{1} << 60;
+
+bool parse_hash(std::string_view text, BlockHash& out) {
+  if (text.size() != out.size() * 2) return false;
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const char* const at = text.data() + 2 * i;
+    if (std::from_chars(at, at + 2, out[i], 16).ptr != at + 2) return false;
+  }
+  return true;
+}
+
+std::string number(std::uint64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+ObjectJudge::ObjectJudge(std::vector<GroupModel> groups) : groups_(std::move(groups)) {
+  for (const GroupModel& group : groups_) {
+    if (group.stored) stored_.push_back(&group);
+  }
+  seen_.resize(stored_.size());
+}
+
+void ObjectJudge::learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
+  BlockHash key;
+  if (hash.size() != key.size()) return;
+  std::memcpy(key.data(), hash.data(), key.size());
+  std::vector<std::uint32_t>& prefix = prefixes_[key];
+  if (prefix.empty()) prefix.assign(tokens.begin(), tokens.end());
+}
+
+std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> bytes) {
+  ++checked_;
+  const std::size_t last = key.rfind('/');
+  const std::size_t before = last == std::string_view::npos ? last : key.rfind('/', last - 1);
+  if (before == std::string_view::npos) return "a key without group and hash: " + std::string(key);
+  BlockHash hash;
+  if (!parse_hash(key.substr(last + 1), hash)) return "a key without a hash: " + std::string(key);
+  std::uint32_t index = UINT32_MAX;
+  std::from_chars(key.data() + before + 1, key.data() + last, index);
+  if (index >= stored_.size()) return "a key of no stored group: " + std::string(key);
+  const auto prefix = prefixes_.find(hash);
+  if (prefix == prefixes_.end()) return "a key whose hash nobody made: " + std::string(key);
+  seen_[index].insert(hash);
+
+  const GroupModel& group = *stored_[index];
+  const std::vector<std::uint32_t>& tokens = prefix->second;
+  const std::string what = "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
+  if (tokens.size() % group.tokens != 0) return "an object of " + what + ", which ends no block: " + std::string(key);
+  if (bytes.size() != group.shape.bytes() * group.layers) {
+    return "an object of " + what + " has " + number(bytes.size()) + " bytes instead of " +
+           number(group.shape.bytes() * group.layers);
+  }
+  Prefix state = kEmptyPrefix;
+  std::vector<Prefix> states;
+  for (std::uint32_t at = 0; at < tokens.size(); ++at) {
+    state = extend(state, at, tokens[at]);
+    if (at + group.tokens >= tokens.size()) states.push_back(state);
+  }
+  expected_.resize(group.shape.bytes());
+  for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
+    if (group.kind == GroupModel::Kind::kState) {
+      write_state(group.shape, layer, state, expected_.data());
+    } else {
+      write_positions(group.shape, layer, 0, states, expected_.data());
+    }
+    const std::byte* const actual = bytes.data() + layer * expected_.size();
+    if (std::memcmp(expected_.data(), actual, expected_.size()) == 0) continue;
+    const auto at = std::mismatch(expected_.begin(), expected_.end(), actual).first - expected_.begin();
+    return "an object of " + what + " is wrong from byte " + number(static_cast<std::uint64_t>(at)) + " of layer " +
+           number(layer);
+  }
+  return "";
+}
+
+bool ObjectJudge::supports(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const {
+  for (std::size_t s = 0; s < stored_.size(); ++s) {
+    const GroupModel& group = *stored_[s];
+    for (std::uint32_t chunk = group.first_needed(tokens); chunk < tokens / group.tokens; ++chunk) {
+      const std::uint32_t end = (chunk + 1) * group.tokens;
+      if (end > local && !seen_[s].contains(trail.hash_of(end))) return false;
+    }
+  }
+  return true;
+}
+
+std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
+                                   std::uint32_t step) const {
+  for (std::uint32_t tokens = most - most % step; tokens > local; tokens -= step) {
+    if (supports(trail, local, tokens)) return tokens;
+  }
+  return local;
+}
+
+JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options, bool clean,
+                   std::uint32_t step_tokens)
+    : objects_(objects),
+      options_(options),
+      clean_(clean),
+      step_tokens_(step_tokens),
+      hash_tokens_(projection.hash_block_size()),
+      held_(projection.num_blocks()),
+      at_least_(projection.num_blocks()),
+      at_most_(projection.num_blocks()) {
+  for (const GroupModel& group : objects_.groups()) {
+    if (!group.stored) continue;
+    chunk_tokens_.push_back(group.tokens);
+    positional_.push_back(group.kind != GroupModel::Kind::kState);
+  }
+}
+
+void JobJudge::fail(const char* invariant, std::string what) {
+  if (!broken_.empty()) return;
+  invariant_ = invariant;
+  broken_ = std::move(what);
+}
+
+void JobJudge::trace(std::string line) {
+  if (trace_ != nullptr) trace_->push_back("    " + std::move(line));
+}
+
+void JobJudge::hash_made(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
+  objects_.learn(hash, tokens);
+}
+
+void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens, std::uint32_t local,
+                         const LookupResult& answer) {
+  if (answer.pending && (!clean_ || asked_.contains(raw(request)))) return;
+  if (!answer.pending && answer.external_tokens == 0 && !clean_) return;
+  TokenTrail trail(hash_tokens_);
+  trail.append(tokens);
+  const auto size = static_cast<std::uint32_t>(tokens.size());
+  const std::uint32_t replay = model_replay(objects_.groups());
+  const std::uint32_t most = size > replay ? (size - replay) / step_tokens_ * step_tokens_ : 0;
+  if (answer.pending) {
+    asked_.try_emplace(raw(request), objects_.longest(trail, local, most, step_tokens_));
+    return;
+  }
+  if (trace_ != nullptr) {
+    trace("request " + number(raw(request)) + " of " + number(size) + " tokens has " + number(local) +
+          " local ones and is offered " + number(answer.external_tokens));
+  }
+  const std::uint32_t hit = local + answer.external_tokens;
+  if (answer.external_tokens > 0 && (hit > most || hit % step_tokens_ != 0)) {
+    fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " + number(most) + " in steps of " +
+                    number(step_tokens_));
+  } else if (!objects_.supports(trail, local, hit)) {
+    fail("hit", "a hit of " + number(hit) + " tokens that were never stored, " + number(local) + " of them local");
+  }
+  if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
+    if (hit < asked->second) {
+      fail("missed hit", "a hit of " + number(hit) + " tokens although " + number(asked->second) + " are stored");
+    }
+    asked_.erase(asked);
+  }
+}
+
+void JobJudge::save_planned(RequestId request, const TokenRange& range) {
+  if (trace_ != nullptr) {
+    trace("request " + number(raw(request)) + " saves " + number(range.from) + ".." + number(range.to));
+  }
+  if (range.from % step_tokens_ != 0 || range.to % step_tokens_ != 0 || range.empty()) {
+    fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
+  }
+  Hole& hole = holes_[raw(request)];
+  if (range.from > hole.tokens) {
+    fail("hole", "a save begins at " + number(range.from) + " behind the hole at " + number(hole.tokens));
+  }
+  hole = Hole();
+}
+
+void JobJudge::planned(const StepPlan& plan) {
+  for (const JobRecord& record : plan.jobs) {
+    Job job;
+    job.request = record.request;
+    job.kind = record.kind;
+    job.planned_at = now_;
+    job.generation = generations_[raw(record.request)];
+    job.hand_off = record.kind == JobKind::kSave;
+    std::string runs;
+    for (std::uint32_t r = record.first_run; r < record.first_run + record.num_runs; ++r) {
+      const RunRecord& run = plan.runs[r];
+      if (raw(run.group) < positional_.size() && positional_[raw(run.group)]) job.hand_off = false;
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const BlockId block = plan.ids[run.first_id + i];
+        job.blocks.push_back(block);
+        if (raw(block) <= 0 || static_cast<std::size_t>(raw(block)) >= held_.size()) {
+          fail("null block", "a plan names block " + std::to_string(raw(block)));
+          return;
+        }
+        ++at_least_[static_cast<std::size_t>(raw(block))];
+        ++at_most_[static_cast<std::size_t>(raw(block))];
+        if (trace_ != nullptr) {
+          runs += " " + number(raw(run.group)) + ":" + number(run.first_chunk + i) + "@" + std::to_string(raw(block));
+        }
+      }
+    }
+    if (trace_ != nullptr) {
+      trace("job " + number(raw(record.id)) + (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
+            number(raw(record.request)) + ", group:chunk@block" + runs);
+    }
+    if (!jobs_.emplace(raw(record.id), std::move(job)).second) fail("job id", "job " + number(raw(record.id)) + " is planned twice");
+  }
+}
+
+void JobJudge::load_started(RequestId request, JobId job) {
+  ++num_loads_;
+  if (!open_loads_.emplace(raw(job), request).second) fail("load end", "load job " + number(raw(job)) + " starts twice");
+}
+
+void JobJudge::load_ended(const LoadEnd& end) {
+  if (trace_ != nullptr) {
+    trace("load job " + number(raw(end.job)) + " of request " + number(raw(end.request)) + " ends with " +
+          number(end.valid_tokens) + " tokens" + (end.complete ? ", complete" : ", failed " + number(end.failed.size())) +
+          (end.blocks_quiet ? "" : ", not quiet"));
+  }
+  if (open_loads_.erase(raw(end.job)) != 1) {
+    fail("load end", "load job " + number(raw(end.job)) + (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
+  }
+  ended_loads_.insert(raw(end.job));
+  const auto job = jobs_.find(raw(end.job));
+  if (job != jobs_.end() && end.blocks_quiet && !job->second.quiet_delivered) {
+    fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
+  }
+}
+
+void JobJudge::forget(RequestId request) {
+  holes_.erase(raw(request));
+  asked_.erase(raw(request));
+  ++generations_[raw(request)];
+}
+
+bool JobJudge::loading(RequestId request) const {
+  return std::any_of(open_loads_.begin(), open_loads_.end(), [&](const auto& load) { return load.second == request; });
+}
+
+void JobJudge::acquired(std::span<const BlockId> blocks) {
+  for (const BlockId block : blocks) ++held_[static_cast<std::size_t>(raw(block))];
+}
+
+void JobJudge::released(std::span<const BlockId> blocks) {
+  for (const BlockId block : blocks) --held_[static_cast<std::size_t>(raw(block))];
+}
+
+bool JobJudge::hold_report(const WorkerReport& report) {
+  for (const JobReport& entry : report.jobs) {
+    if (raw(entry.job) >= kForeignJobs) continue;
+    const auto found = jobs_.find(raw(entry.job));
+    if (found == jobs_.end()) {
+      fail("job id", "a worker reports job " + number(raw(entry.job)) + ", which nobody planned");
+      continue;
+    }
+    Job& job = found->second;
+    if (entry.outcome != JobOutcome::kNone) ++job.outcomes;
+    if (entry.quiet != 0) ++job.quiets;
+    if (job.outcomes > 1) fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
+    if (job.quiets > 1) fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
+    if (job.quiets > job.outcomes) fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
+    if (trace_ != nullptr) {
+      std::string failed;
+      for (const FailedChunk& chunk : report.failed_of(entry)) {
+        failed += ", " + number(raw(chunk.group)) + ":" + number(chunk.chunk) + " " +
+                  std::string(to_string(static_cast<ItemStatus>(chunk.status)));
+      }
+      trace("job " + number(raw(entry.job)) + ": " + std::string(to_string(entry.outcome)) +
+            (entry.quiet != 0 ? ", quiet" : "") + failed);
+    }
+  }
+  if (channel_ == nullptr) {
+    delivered(report, now_);
+    return false;
+  }
+  channel_->push_back(report);
+  return true;
+}
+
+void JobJudge::delivered(const WorkerReport& report, Instant now) {
+  for (const JobReport& entry : report.jobs) {
+    const auto found = jobs_.find(raw(entry.job));
+    if (found == jobs_.end()) continue;
+    Job& job = found->second;
+    const bool both_before = job.outcome_delivered && job.quiet_delivered;
+    if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered) {
+      job.outcome_delivered = true;
+      // After the scheduler's own bound its answer does not depend on this report any more.
+      const bool counts = now < job.planned_at + options_.save_timeout;
+      const bool present = job.generation == generations_[raw(job.request)];
+      if (job.kind == JobKind::kSave && !job.hand_off && counts && present) {
+        for (const FailedChunk& chunk : report.failed_of(entry)) {
+          const std::uint32_t tokens = chunk.chunk * chunk_tokens_[raw(chunk.group)];
+          Hole& hole = holes_[raw(job.request)];
+          hole.tokens = std::min(hole.tokens, tokens);
+        }
+      }
+    }
+    if (entry.quiet != 0 && !job.quiet_delivered) {
+      job.quiet_delivered = true;
+      for (const BlockId block : job.blocks) --at_least_[static_cast<std::size_t>(raw(block))];
+    }
+    if (!both_before && job.outcome_delivered && job.quiet_delivered) {
+      for (const BlockId block : job.blocks) --at_most_[static_cast<std::size_t>(raw(block))];
+    }
+  }
+}
+
+std::string JobJudge::check_references() {
+  for (std::size_t b = 0; b < held_.size(); ++b) {
+    if (held_[b] >= at_least_[b] && held_[b] <= at_most_[b]) continue;
+    return "jobs hold block " + number(b) + " " + std::to_string(held_[b]) + " times, their reports say " +
+           std::to_string(at_least_[b]) + " to " + std::to_string(at_most_[b]);
+  }
+  return "";
+}
+
+std::string JobJudge::check_ended() const {
+  for (const auto& [id, job] : jobs_) {
+    if (job.outcomes != 1) return "job " + number(id) + " never had an outcome";
+    if (job.quiets != 1) return "job " + number(id) + " never became quiet";
+  }
+  if (!open_loads_.empty()) return "load job " + number(open_loads_.begin()->first) + " never ended";
+  return "";
+}
+
+std::string JobJudge::check_closed(std::size_t unquiet) const {
+  for (const auto& [id, job] : jobs_) {
+    if (job.outcomes != 1) return "job " + number(id) + " has no outcome although its worker has closed";
+    if (job.quiets != 1 && unquiet == 0) return "job " + number(id) + " is not quiet although its worker has closed";
+  }
+  return "";
+}
+
+}  // namespace kvprism::sim

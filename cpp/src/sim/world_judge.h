@@ -1,0 +1,138 @@
+// Watches one engine's life from outside and knows what must be true of it: jobs, references, objects, hits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "kvprism/sim/engine_observer.h"
+#include "kvprism/sim/group_model.h"
+#include "kvprism/sim/token_trail.h"
+#include "kvprism/sim/world.h"
+
+namespace kvprism::sim {
+
+struct HashOfHash {
+  std::size_t operator()(const BlockHash& hash) const noexcept {
+    std::size_t word;
+    std::memcpy(&word, hash.data(), sizeof(word));
+    return word;
+  }
+};
+
+// Which prefixes hashes stand for and which objects were ever stored: outlives engines, as the pool does.
+// It reads keys by itself: the last part is the hash in hex, the one before it the number of the stored group.
+class ObjectJudge {
+ public:
+  explicit ObjectJudge(std::vector<GroupModel> groups);
+
+  void learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens);
+  // "" when the object is what its key says, byte for byte.
+  std::string check(std::string_view key, std::span<const std::byte> bytes);
+  // The longest usable prefix of `trail` by what was ever stored; chunks below `local` count as there.
+  std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most, std::uint32_t step) const;
+  // A prefix of `tokens` was stored at some time, as far as it lies beyond `local`.
+  bool supports(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const;
+
+  const std::vector<GroupModel>& groups() const noexcept { return groups_; }
+  std::uint64_t checked() const noexcept { return checked_; }
+
+ private:
+  std::vector<GroupModel> groups_;
+  std::vector<const GroupModel*> stored_;                        // in the order of the engine's groups
+  std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
+  std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group
+  std::vector<std::byte> expected_;
+  std::uint64_t checked_ = 0;
+};
+
+// One engine's jobs. Rules that hold for every rank's reports and every reference.
+class JobJudge final : public EngineObserver {
+ public:
+  JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options, bool clean,
+           std::uint32_t step_tokens);
+
+  // The first broken rule, or "".
+  const std::string& broken() const noexcept { return broken_; }
+  const std::string& invariant() const noexcept { return invariant_; }
+  std::string check_references();
+  // At the end: what was promised and has not happened.
+  std::string check_ended() const;
+  // After the worker has closed: every job must have told its outcome.
+  std::string check_closed(std::size_t unquiet) const;
+  // The scheduler has been given this report.
+  void delivered(const WorkerReport& report, Instant now);
+  void set_now(Instant now) noexcept { now_ = now; }
+  void set_held_channel(std::vector<WorkerReport>* channel) noexcept { channel_ = channel; }
+  void set_trace(std::vector<std::string>* trace) noexcept { trace_ = trace; }
+  // The request of this id has ended; a later one of the same id is another one.
+  void forget(RequestId request);
+  bool loading(RequestId request) const;
+  std::uint64_t jobs() const noexcept { return jobs_.size(); }
+  std::uint64_t loads() const noexcept { return num_loads_; }
+
+  void hash_made(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) override;
+  void looked_up(RequestId request, std::span<const std::uint32_t> tokens, std::uint32_t local,
+                 const LookupResult& answer) override;
+  void save_planned(RequestId request, const TokenRange& range) override;
+  void planned(const StepPlan& plan) override;
+  void load_started(RequestId request, JobId job) override;
+  void load_ended(const LoadEnd& end) override;
+  void acquired(std::span<const BlockId> blocks) override;
+  void released(std::span<const BlockId> blocks) override;
+  bool hold_report(const WorkerReport& report) override;
+
+ private:
+  struct Job {
+    RequestId request{};
+    JobKind kind{};
+    bool hand_off = false;
+    std::uint32_t generation = 0;  // of the request
+    Instant planned_at{};
+    std::vector<BlockId> blocks;
+    std::uint32_t outcomes = 0;  // told by the worker
+    std::uint32_t quiets = 0;
+    bool outcome_delivered = false;
+    bool quiet_delivered = false;
+  };
+  struct Hole {
+    std::uint32_t tokens = UINT32_MAX;  // a save failed here, and was not planned again
+  };
+  void fail(const char* invariant, std::string what);
+  void trace(std::string line);
+
+  ObjectJudge& objects_;
+  StoreSchedulerOptions options_;
+  bool clean_;
+  std::uint32_t step_tokens_;
+  std::uint32_t hash_tokens_;
+  std::vector<std::uint32_t> chunk_tokens_;  // by store index
+  std::vector<bool> positional_;             // by store index
+  Instant now_{};
+  std::string broken_;
+  std::string invariant_;
+  std::vector<WorkerReport>* channel_ = nullptr;
+  std::vector<std::string>* trace_ = nullptr;
+
+  std::map<std::uint64_t, Job> jobs_;
+  std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
+  std::unordered_set<std::uint64_t> ended_loads_;
+  std::uint64_t num_loads_ = 0;
+  std::unordered_map<std::uint64_t, Hole> holes_;            // by request
+  std::unordered_map<std::uint64_t, std::uint32_t> generations_;
+  std::unordered_map<std::uint64_t, std::uint32_t> asked_;   // what a pending lookup must find at least
+  std::vector<std::int64_t> held_;     // acquired and not released, by block
+  std::vector<std::int64_t> at_least_; // by jobs that may still touch the block
+  std::vector<std::int64_t> at_most_;  // and by jobs whose end is not known in full
+};
+
+}  // namespace kvprism::sim

@@ -1,0 +1,162 @@
+// Runs many seeds of the simulated world. Usage:
+//   kvprism_simulation [--seeds N] [--events N] [--first-seed N] [--trace] [--soak] [--mutant K]
+#include <fmt/core.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "kvprism/sim/world.h"
+
+// Chosen by tests/mutants: which deliberate mistake is switched on in a build that has them.
+extern "C" {
+__attribute__((weak)) int kvprism_mutant = 0;
+}
+
+namespace {
+
+using kvprism::sim::WorldOptions;
+using kvprism::sim::WorldResult;
+using kvprism::sim::WorldTotals;
+
+struct Arguments {
+  std::uint64_t seeds = 1000;
+  std::uint32_t events = 1000;
+  std::uint64_t first_seed = 1;
+  bool trace = false;
+  bool keep_going = true;
+};
+
+[[noreturn]] void usage(std::string_view what) {
+  fmt::print(stderr, "kvprism_simulation: {}\nusage: kvprism_simulation [--seeds N] [--events N] [--first-seed N] "
+                     "[--trace] [--stop-at-first] [--soak] [--mutant K]\n", what);
+  std::exit(2);
+}
+
+Arguments parse(int argc, char** argv) {
+  Arguments arguments;
+  const auto number = [&](int& i) -> std::uint64_t {
+    if (i + 1 >= argc) usage(std::string(argv[i]) + " needs a number");
+    char* end = nullptr;
+    const std::uint64_t value = std::strtoull(argv[++i], &end, 10);
+    if (end == argv[i] || *end != '\0') usage(std::string("not a number: ") + argv[i]);
+    return value;
+  };
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view name = argv[i];
+    if (name == "--seeds") {
+      arguments.seeds = number(i);
+    } else if (name == "--events") {
+      arguments.events = static_cast<std::uint32_t>(number(i));
+    } else if (name == "--first-seed") {
+      arguments.first_seed = number(i);
+    } else if (name == "--mutant") {
+      kvprism_mutant = static_cast<int>(number(i));
+    } else if (name == "--trace") {
+      arguments.trace = true;
+    } else if (name == "--stop-at-first") {
+      arguments.keep_going = false;
+    } else if (name == "--soak") {
+      arguments.seeds = 20'000;
+      arguments.events = 5'000;
+    } else {
+      usage("unknown argument " + std::string(name));
+    }
+  }
+  return arguments;
+}
+
+void print_failure(const WorldResult& result, std::uint64_t seed, const Arguments& arguments) {
+  fmt::print("FAILED seed {} event {} [{}] {}\n  world: {}\n", seed, result.failed_at, result.invariant, result.failure,
+             result.config);
+  WorldOptions again;
+  again.seed = seed;
+  again.events = arguments.events;
+  again.trace_from = arguments.trace || result.failed_at < 50 ? 0 : result.failed_at - 50;
+  for (const std::string& line : kvprism::sim::run_world(again).trace) fmt::print("  {}\n", line);
+  fmt::print("  rerun: kvprism_simulation --first-seed {} --seeds 1 --events {} --trace\n", seed, arguments.events);
+}
+
+// One row per kind. False when a kind never fired.
+bool print_faults(const WorldTotals& totals) {
+  bool all = true;
+  const auto row = [&](std::string_view name, std::uint64_t raised) {
+    fmt::print("  {:<20}{:>12}{}\n", name, raised, raised == 0 ? "  never fired" : "");
+    all = all && raised > 0;
+  };
+  fmt::print("faults raised by the store\n");
+  for (std::size_t i = 0; i < kvprism::kNumFaultKinds; ++i) {
+    const auto kind = static_cast<kvprism::FaultKind>(i);
+    if (kind != kvprism::FaultKind::kSilentCorrupt) row(to_string(kind), totals.faults[i]);
+  }
+  fmt::print("faults raised by the world\n");
+  for (std::size_t i = 0; i < kvprism::sim::kNumWorldFaults; ++i) {
+    row(to_string(static_cast<kvprism::sim::WorldFault>(i)), totals.world_faults[i]);
+  }
+  return all;
+}
+
+// A store that lies about its bytes must not go unnoticed: otherwise nothing here is worth anything.
+bool lies_are_noticed() {
+  std::uint32_t noticed = 0;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    WorldOptions options;
+    options.seed = seed;
+    options.silent_corrupt = true;
+    const WorldResult result = kvprism::sim::run_world(options);
+    const bool lied = result.totals.faults[static_cast<std::size_t>(kvprism::FaultKind::kSilentCorrupt)] > 0;
+    if (result.passed && lied) {
+      fmt::print("FAILED seed {}: a corrupt object went unnoticed\n", seed);
+      return false;
+    }
+    noticed += result.passed ? 0 : 1;
+  }
+  return noticed > 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Arguments arguments = parse(argc, argv);
+  WorldTotals totals;
+  std::uint64_t passed = 0;
+  std::uint64_t failed = 0;
+  for (std::uint64_t seed = arguments.first_seed; seed < arguments.first_seed + arguments.seeds; ++seed) {
+    WorldOptions options;
+    options.seed = seed;
+    options.events = arguments.events;
+    const WorldResult result = kvprism::sim::run_world(options);
+    totals.add(result.totals);
+    if (result.passed) {
+      ++passed;
+      continue;
+    }
+    ++failed;
+    if (failed <= 3) print_failure(result, seed, arguments);
+    if (!arguments.keep_going) break;
+  }
+  fmt::print("{} events, {} requests ({} finished, {} aborted), {} jobs, {} loads, {} objects checked, {} clean worlds\n",
+             totals.events, totals.requests, totals.finished, totals.aborted, totals.jobs, totals.loads,
+             totals.objects_checked, totals.clean_worlds);
+  fmt::print("{} tokens computed, {} hit locally, {} hit in the store\n", totals.computed_tokens,
+             totals.local_hit_tokens, totals.external_hit_tokens);
+  const bool all_kinds = print_faults(totals);
+  // A handful of seeds says nothing about what never happened.
+  if (arguments.seeds >= 100 && failed == 0) {
+    if (!all_kinds) {
+      fmt::print("FAILED: a kind of fault never fired\n");
+      ++failed;
+    }
+    if (totals.external_hit_tokens == 0) {
+      fmt::print("FAILED: no external hit in {} seeds\n", arguments.seeds);
+      ++failed;
+    }
+    if (!lies_are_noticed()) {
+      fmt::print("FAILED: a store that lies is not noticed\n");
+      ++failed;
+    }
+  }
+  fmt::print("{} passed, {} failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}
