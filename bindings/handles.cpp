@@ -1,0 +1,207 @@
+#include "handles.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <unistd.h>
+
+#include "kvprism/backend/clock.h"
+#include "kvprism/base/error.h"
+
+namespace kvprism::bindings {
+namespace {
+
+[[noreturn]] void closed_error(const char* subject) {
+  fail(ErrorCode::kClosed, subject, {"state", "closed", "an open " + std::string(subject), {}});
+}
+
+}  // namespace
+
+StoreHandle::StoreHandle(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index)
+    : store_(std::move(store)), index_(std::move(index)) {}
+
+std::shared_ptr<ObjectStore> StoreHandle::take_store() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) closed_error("object store");
+  if (store_taken_) {
+    fail(ErrorCode::kInvalidArgument, "object store",
+         {"store", "in use", "a store that no worker uses",
+          "make one store object for each worker"});
+  }
+  store_taken_ = true;
+  return store_;
+}
+
+std::shared_ptr<ObjectIndex> StoreHandle::take_index() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) closed_error("object store");
+  if (index_taken_) {
+    fail(ErrorCode::kInvalidArgument, "object store",
+         {"index", "in use", "an index that no scheduler uses",
+          "make one store object for each scheduler"});
+  }
+  index_taken_ = true;
+  return index_;
+}
+
+void StoreHandle::return_store() {
+  const std::lock_guard lock(mutex_);
+  store_taken_ = false;
+}
+
+void StoreHandle::return_index() {
+  const std::lock_guard lock(mutex_);
+  index_taken_ = false;
+}
+
+CloseReport StoreHandle::close(Duration budget) {
+  const std::lock_guard lock(mutex_);
+  CloseReport report;
+  if (!index_taken_) report = index_->close_index(budget);
+  if (!store_taken_) {
+    CloseReport more = store_->close_store(budget);
+    report.unquiet += more.unquiet;
+    report.ops.insert(report.ops.end(), more.ops.begin(), more.ops.end());
+  }
+  closed_ = true;
+  return report;
+}
+
+ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_use_(in_use) {
+  if (in_use.exchange(true, std::memory_order_acquire)) {
+    fail(ErrorCode::kInvalidArgument, subject,
+         {"thread", "a second one", "one call at a time", {}});
+  }
+}
+
+BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
+                               std::shared_ptr<StoreHandle> store,
+                               const StoreSchedulerOptions& options, std::uint32_t width)
+    : hash_width(width), index_(store->take_index()) {
+  try {
+    scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
+  } catch (...) {
+    store->return_index();
+    throw;
+  }
+}
+
+const std::shared_ptr<StoreScheduler>& BoundScheduler::shared() {
+  if (closed_) closed_error("store scheduler");
+  return scheduler_;
+}
+
+CloseReport BoundScheduler::close(Duration budget) {
+  closed_ = true;
+  return index_->close_index(budget);
+}
+
+BoundWorker::BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map,
+                         std::shared_ptr<StoreHandle> store, const StoreWorkerOptions& options)
+    : map_object_(nb::borrow(map)),
+      map_(nb::cast<std::shared_ptr<const SegmentMap>>(map)),
+      store_(store->take_store()),
+      owner_(getpid()) {
+  try {
+    worker_ = std::make_shared<StoreWorker>(std::move(schema), map_, store_, options);
+  } catch (...) {
+    store->return_store();
+    throw;
+  }
+}
+
+BoundWorker::~BoundWorker() {
+  CloseReport report;
+  {
+    const nb::gil_scoped_release released;
+    report = close_once({});
+  }
+  if (report.unquiet != 0) map_object_.release();
+}
+
+// The thread does not exist in a forked child, and Mooncake does not work there.
+void BoundWorker::check_open() const {
+  if (closed_) closed_error("store worker");
+  if (owner_ != getpid()) {
+    fail(ErrorCode::kClosed, "store worker",
+         {"process", "a forked child", "the process that made the worker", {}});
+  }
+}
+
+PumpThread& BoundWorker::pump() {
+  check_open();
+  if (PumpThread* const thread = running_) return *thread;
+  const std::lock_guard lock(mutex_);
+  check_open();
+  if (adopted_) {
+    fail(ErrorCode::kInvalidArgument, "store worker",
+         {"owner", "a simulated engine", "a worker of one's own", "the engine submits and polls"});
+  }
+  if (!pump_) pump_ = std::make_unique<PumpThread>(worker_, store_);
+  running_ = pump_.get();
+  return *pump_;
+}
+
+void BoundWorker::collect(std::vector<std::byte>& out) {
+  WorkerReport report;
+  std::vector<std::byte> encoded;
+  while (worker_->poll(report)) {
+    encode(report, encoded);
+    out.insert(out.end(), encoded.begin(), encoded.end());
+    report.clear();
+  }
+}
+
+// Works after close() too, which leaves a last report of what it cancelled.
+std::vector<std::byte> BoundWorker::poll() {
+  std::vector<std::byte> out;
+  collect(out);
+  return out;
+}
+
+std::vector<std::byte> BoundWorker::wait(Duration longest) {
+  const Instant until = monotonic_now() + longest;
+  std::vector<std::byte> out;
+  PumpThread& thread = pump();
+  while (true) {
+    const std::uint64_t seen = thread.moves();
+    collect(out);
+    const Duration left = until - monotonic_now();
+    if (!out.empty() || left.ns <= 0 || closed_) return out;
+    thread.wait_moved(seen, left);
+  }
+}
+
+CloseReport BoundWorker::close_once(Duration budget) {
+  closed_ = true;
+  const std::lock_guard lock(mutex_);
+  if (ended_ || owner_ != getpid()) return close_report_;
+  ended_ = true;
+  close_report_ = pump_ ? pump_->stop(budget) : worker_->close(monotonic_now(), budget);
+  return close_report_;
+}
+
+CloseReport BoundWorker::close(Duration budget) {
+  if (adopted_ && !closed_) {
+    fail(ErrorCode::kInvalidArgument, "store worker",
+         {"owner", "a simulated engine", "a worker of one's own", "close the engine"});
+  }
+  return close_once(budget);
+}
+
+CloseReport BoundWorker::close_adopted(Duration budget) { return close_once(budget); }
+
+std::shared_ptr<StoreWorker> BoundWorker::adopt() {
+  const std::lock_guard lock(mutex_);
+  check_open();
+  if (pump_ || adopted_) {
+    fail(ErrorCode::kInvalidArgument, "store worker",
+         {"owner",
+          pump_ ? "its own thread" : "another engine",
+          "a worker that nobody uses yet",
+          {}});
+  }
+  adopted_ = true;
+  return worker_;
+}
+
+}  // namespace kvprism::bindings
