@@ -1,0 +1,9 @@
+"""A simulated serving engine with a hybrid cache, which checks every byte it loads.
+
+What it computes is a function of the tokens alone, so it can tell what each block must hold without
+knowing anything of keys, hashes or objects.
+"""
+
+from ._core.sim import Engine, FinishedRequest, RingDetector, SimMemory
+
+__all__ = ["Engine", "FinishedRequest", "RingDetector", "SimMemory"]

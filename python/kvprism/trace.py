@@ -1,0 +1,126 @@
+"""Reads traces in Mooncake's format: one JSON object a line with timestamp, input_length, hash_ids.
+
+Every hash id stands for 512 tokens and, with those before it, for the whole prefix that it ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ._core import ConfigError, NotFoundError
+
+TOKENS_PER_HASH = 512
+# Hash id and position share one 64-bit number.
+MAX_HASH_ID = 2**54
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace.
+
+    Attributes:
+        line: Its number in the file, from 1.
+        input_length: Tokens of the prompt.
+        hash_ids: One for each 512 tokens; the last may stand for fewer.
+    """
+
+    line: int
+    input_length: int
+    hash_ids: list[int]
+
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """The prompt: equal for equal hash ids at equal positions, different for others."""
+        mixed = np.asarray(self.hash_ids, dtype=np.uint64)[:, None] * np.uint64(TOKENS_PER_HASH)
+        mixed = mixed + np.arange(TOKENS_PER_HASH, dtype=np.uint64)
+        return _scramble(mixed).reshape(-1)[: self.input_length]
+
+
+def _scramble(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers ^= numbers >> np.uint64(30)
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= np.uint64(0x94D049BB133111EB)
+    return (numbers >> np.uint64(32)).astype(np.uint32)
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """Yields the requests of a trace, one line in memory at a time.
+
+    Args:
+        path: The file.
+        limit: Stop after so many requests.
+
+    Raises:
+        NotFoundError: There is no such file.
+        ConfigError: It cannot be read, or a line is malformed; names file, line, key and value.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            count = 0
+            for number, text in enumerate(file, 1):
+                if limit is not None and count >= limit:
+                    return
+                if text.isspace():
+                    continue
+                yield _parse(path, number, text)
+                count += 1
+    except FileNotFoundError:
+        raise NotFoundError(f"{path}: expected a trace, found no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a trace, found a directory") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8 text, found {error.reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable file, found {error.strerror}") from None
+
+
+def _parse(path: str | Path, number: int, text: str) -> TraceRequest:
+    def refuse(key: str, value: Any, expected: str) -> NoReturn:
+        shown = json.dumps(value) if not isinstance(value, str) else value
+        if len(shown) > 60:
+            shown = shown[:57] + "..."
+        where = f"{path}:{number}: {key}" if key else f"{path}:{number}"
+        raise ConfigError(f"{where} = {shown}: expected {expected}")
+
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        refuse("", text.strip(), f"a JSON object ({error.msg} at column {error.colno})")
+    except RecursionError:
+        refuse("", text.strip(), "a JSON object (nested too deeply)")
+    if not isinstance(record, dict):
+        refuse("", text.strip(), "a JSON object")
+    for key in ("timestamp", "input_length", "hash_ids"):
+        if key not in record:
+            refuse(key, "nothing", "this key to be present")
+
+    timestamp, length, hash_ids = record["timestamp"], record["input_length"], record["hash_ids"]
+    is_time = whole(timestamp) or isinstance(timestamp, float)
+    if not is_time or not timestamp >= 0:
+        refuse("timestamp", timestamp, "a number of milliseconds, 0 or more")
+    if not whole(length) or not 1 <= length < 2**31:
+        refuse("input_length", length, "a number of tokens, 1 or more")
+    if not isinstance(hash_ids, list):
+        refuse("hash_ids", hash_ids, "a list of hash ids")
+    for at, hash_id in enumerate(hash_ids):
+        if not whole(hash_id) or not 0 <= hash_id < MAX_HASH_ID:
+            refuse(f"hash_ids[{at}]", hash_id, "an integer from 0 to 2**54 - 1")
+    needed = -(-length // TOKENS_PER_HASH)
+    if len(hash_ids) != needed:
+        refuse(
+            "hash_ids",
+            f"{len(hash_ids)} ids",
+            f"{needed}, one for each {TOKENS_PER_HASH} of input_length = {length} tokens",
+        )
+    return TraceRequest(number, length, hash_ids)
