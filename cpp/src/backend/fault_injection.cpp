@@ -306,7 +306,7 @@ struct FaultInjector::Impl {
       op.batch = std::move(done.batch);
     }
     if (op.fault && !op.told && changes_result(*op.fault)) change_result(op);
-    if (op.fault == FaultKind::kLateQuiet && !op.second && any_ok(op)) {
+    if (op.fault == FaultKind::kLateQuiet && !op.second && !side.closed && any_ok(op)) {
       raise(*op.fault);
       op.second = true;
       tell(side, op, false);

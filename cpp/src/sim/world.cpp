@@ -60,6 +60,11 @@ struct HeldReport {
   Instant due;
 };
 
+struct Completed {
+  RequestId id{};
+  std::vector<std::uint32_t> tokens;
+};
+
 class WorldRun {
  public:
   explicit WorldRun(const WorldOptions& options)
@@ -207,6 +212,7 @@ class WorldRun {
     graveyard_.push_back(life_.memory);
     life_ = Life();
     live_.clear();
+    leaving_.clear();
     completed_.clear();
   }
 
@@ -300,8 +306,14 @@ class WorldRun {
     Request request;
     if (!past_.empty() && random_.chance(1, 6)) {
       request.id = past_[random_.below(past_.size())];
-      if (std::find(live_.begin(), live_.end(), request.id) != live_.end()) request.id = RequestId{next_request_++};
-      else count(WorldFault::kIdReused);
+      const auto among = [&](const std::vector<RequestId>& ids) {
+        return std::find(ids.begin(), ids.end(), request.id) != ids.end();
+      };
+      if (among(live_) || among(leaving_)) {
+        request.id = RequestId{next_request_++};
+      } else {
+        count(WorldFault::kIdReused);
+      }
     } else {
       request.id = RequestId{next_request_++};
     }
@@ -326,6 +338,8 @@ class WorldRun {
     trace("abort request " + std::to_string(raw(request)));
     count(WorldFault::kAbort);
     if (life_.judge->loading(request)) count(WorldFault::kAbortLoading);
+    std::erase(live_, request);
+    leaving_.push_back(request);
     life_.engine->abort(request);
   }
 
@@ -424,13 +438,14 @@ class WorldRun {
     life_.engine->take_finished(finished_);
     for (FinishedRequest& request : finished_) {
       std::erase(live_, request.id);
+      std::erase(leaving_, request.id);
       life_.judge->forget(request.id);
       if (request.rejected) continue;
       if (past_.size() < 32) past_.push_back(request.id);
       std::vector<std::uint32_t> tokens = std::move(prompts_[raw(request.id)]);
       tokens.insert(tokens.end(), request.output.begin(), request.output.end());
       if (request.aborted) continue;
-      if (config_.clean) completed_.push_back(tokens);
+      if (config_.clean) completed_.push_back({request.id, tokens});
       if (turns_.size() < 16) turns_.emplace_back();
       turns_[random_.below(turns_.size())] = std::move(tokens);
     }
@@ -501,15 +516,16 @@ class WorldRun {
     if (ledger.blocks_held != 0 || ledger.blocks_in_quarantine != 0) {
       fail("drain", "the ledger still holds " + std::to_string(ledger.blocks_held) + " blocks");
     }
-    for (const auto& tokens : completed_) {
+    for (const Completed& done : completed_) {
       TokenTrail trail(projection_->hash_block_size());
-      trail.append(tokens);
+      trail.append(done.tokens);
       const std::uint32_t computed = trail.size() - 1;
       const std::uint32_t end = computed - computed % step_tokens_;
       if (config_.engine.offer_states_late && computed == end) continue;  // it left before it could offer
-      if (!objects_.supports(trail, 0, end)) {
+      if (const auto missing = objects_.missing(trail, 0, end)) {
         fail("not stored", "a request of " + std::to_string(computed) + " computed tokens is not stored up to " +
-                               std::to_string(end));
+                               std::to_string(end) + ": group " + std::to_string(raw(missing->group)) + ", chunk " +
+                               std::to_string(missing->chunk) + " of request " + std::to_string(raw(done.id)));
       }
     }
   }
@@ -538,10 +554,11 @@ class WorldRun {
 
   std::vector<std::vector<std::uint32_t>> families_;
   std::vector<std::vector<std::uint32_t>> turns_;       // conversations that may go on
-  std::vector<std::vector<std::uint32_t>> completed_;   // in clean worlds
+  std::vector<Completed> completed_;   // in clean worlds
   std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> prompts_;
   std::uint64_t next_request_ = 1;
   std::vector<RequestId> live_;
+  std::vector<RequestId> leaving_;  // aborted, but not gone yet
   std::vector<RequestId> past_;
   std::vector<FinishedRequest> finished_;
   std::vector<std::string> keys_;

@@ -160,6 +160,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
     // Nothing may be lost here, so no bound may pass either.
     config.faults = FaultPlan{};
     config.pool = MemoryPoolOptions{};
+    config.pool.unfinished_for = {};  // what a restart cut off may be written again
     config.store.lease = {};
     config.erase_objects = false;
     scheduler.lookup_timeout = scheduler.load_timeout = scheduler.save_timeout = seconds(3600);

@@ -84,21 +84,22 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   return "";
 }
 
-bool ObjectJudge::supports(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const {
+std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail, std::uint32_t local,
+                                                         std::uint32_t tokens) const {
   for (std::size_t s = 0; s < stored_.size(); ++s) {
     const GroupModel& group = *stored_[s];
     for (std::uint32_t chunk = group.first_needed(tokens); chunk < tokens / group.tokens; ++chunk) {
       const std::uint32_t end = (chunk + 1) * group.tokens;
-      if (end > local && !seen_[s].contains(trail.hash_of(end))) return false;
+      if (end > local && !seen_[s].contains(trail.hash_of(end))) return Missing{group.id, chunk};
     }
   }
-  return true;
+  return std::nullopt;
 }
 
 std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
                                    std::uint32_t step) const {
   for (std::uint32_t tokens = most - most % step; tokens > local; tokens -= step) {
-    if (supports(trail, local, tokens)) return tokens;
+    if (!missing(trail, local, tokens)) return tokens;
   }
   return local;
 }
@@ -155,8 +156,9 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   if (answer.external_tokens > 0 && (hit > most || hit % step_tokens_ != 0)) {
     fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " + number(most) + " in steps of " +
                     number(step_tokens_));
-  } else if (!objects_.supports(trail, local, hit)) {
-    fail("hit", "a hit of " + number(hit) + " tokens that were never stored, " + number(local) + " of them local");
+  } else if (const auto missing = objects_.missing(trail, local, hit)) {
+    fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) + " of them local, of which chunk " +
+                    number(missing->chunk) + " of group " + number(raw(missing->group)) + " was never stored");
   }
   if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
     if (hit < asked->second) {
@@ -173,11 +175,11 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   if (range.from % step_tokens_ != 0 || range.to % step_tokens_ != 0 || range.empty()) {
     fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
   }
-  Hole& hole = holes_[raw(request)];
-  if (range.from > hole.tokens) {
-    fail("hole", "a save begins at " + number(range.from) + " behind the hole at " + number(hole.tokens));
+  std::vector<std::uint32_t>& holes = holes_[raw(request)];
+  for (const std::uint32_t hole : holes) {
+    if (range.from > hole) fail("hole", "a save begins at " + number(range.from) + " behind the hole at " + number(hole));
   }
-  hole = Hole();
+  holes.clear();
 }
 
 void JobJudge::planned(const StepPlan& plan) {
@@ -229,6 +231,8 @@ void JobJudge::load_ended(const LoadEnd& end) {
     fail("load end", "load job " + number(raw(end.job)) + (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
   }
   ended_loads_.insert(raw(end.job));
+  // What came from the store closes the holes before it.
+  std::erase_if(holes_[raw(end.request)], [&](std::uint32_t hole) { return hole < end.valid_tokens; });
   const auto job = jobs_.find(raw(end.job));
   if (job != jobs_.end() && end.blocks_quiet && !job->second.quiet_delivered) {
     fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
@@ -298,9 +302,7 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
       const bool present = job.generation == generations_[raw(job.request)];
       if (job.kind == JobKind::kSave && !job.hand_off && counts && present) {
         for (const FailedChunk& chunk : report.failed_of(entry)) {
-          const std::uint32_t tokens = chunk.chunk * chunk_tokens_[raw(chunk.group)];
-          Hole& hole = holes_[raw(job.request)];
-          hole.tokens = std::min(hole.tokens, tokens);
+          holes_[raw(job.request)].push_back(chunk.chunk * chunk_tokens_[raw(chunk.group)]);
         }
       }
     }

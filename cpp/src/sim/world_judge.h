@@ -40,8 +40,12 @@ class ObjectJudge {
   std::string check(std::string_view key, std::span<const std::byte> bytes);
   // The longest usable prefix of `trail` by what was ever stored; chunks below `local` count as there.
   std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most, std::uint32_t step) const;
-  // A prefix of `tokens` was stored at some time, as far as it lies beyond `local`.
-  bool supports(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const;
+  // What of a prefix of `tokens` was never stored, as far as it lies beyond `local`; nullopt when nothing is missing.
+  struct Missing {
+    GroupId group{};
+    std::uint32_t chunk = 0;
+  };
+  std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const;
 
   const std::vector<GroupModel>& groups() const noexcept { return groups_; }
   std::uint64_t checked() const noexcept { return checked_; }
@@ -104,9 +108,6 @@ class JobJudge final : public EngineObserver {
     bool outcome_delivered = false;
     bool quiet_delivered = false;
   };
-  struct Hole {
-    std::uint32_t tokens = UINT32_MAX;  // a save failed here, and was not planned again
-  };
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
 
@@ -127,7 +128,8 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
   std::unordered_set<std::uint64_t> ended_loads_;
   std::uint64_t num_loads_ = 0;
-  std::unordered_map<std::uint64_t, Hole> holes_;            // by request
+  // Where saves failed and were not planned again, in tokens, by request.
+  std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> holes_;
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
   std::unordered_map<std::uint64_t, std::uint32_t> asked_;   // what a pending lookup must find at least
   std::vector<std::int64_t> held_;     // acquired and not released, by block
