@@ -82,6 +82,30 @@ std::vector<std::string> store_paths(const Projection& projection) {
   return paths;
 }
 
+// R32: an index of one space is none of another, and an int is none at all.
+template <class Index>
+concept HasStoreIndex = requires(const Projection& p, Index index) { p.store_index(index); };
+template <class Index>
+concept HasTransferIndex = requires(const Projection& p, Index index) { p.transfer_index(index); };
+template <class Index>
+concept HasGroupId = requires(const Projection& p, Index index) { p.group_id(index); };
+template <class Index>
+concept HasReason = requires(const Projection& p, Index index) { p.why_not_stored(index); };
+template <class Row, class Index>
+concept Addresses = requires(Row row, Index index) { row[index]; };
+template <class A, class B>
+concept Compares = requires(A a, B b) { a == b; };
+
+static_assert(HasStoreIndex<GroupId> && HasTransferIndex<GroupId> && HasReason<GroupId>);
+static_assert(!HasStoreIndex<StoreIndex> && !HasStoreIndex<TransferIndex> && !HasStoreIndex<int>);
+static_assert(!HasTransferIndex<TransferIndex> && !HasTransferIndex<StoreIndex> && !HasReason<StoreIndex>);
+static_assert(HasGroupId<StoreIndex> && HasGroupId<TransferIndex> && !HasGroupId<GroupId> && !HasGroupId<int>);
+static_assert(Addresses<IndexedSpan<StoreIndex, int>, StoreIndex>);
+static_assert(!Addresses<IndexedSpan<StoreIndex, int>, GroupId> && !Addresses<IndexedSpan<StoreIndex, int>, int>);
+static_assert(Addresses<IndexedVector<GroupId, int>, GroupId>);
+static_assert(!Addresses<IndexedVector<GroupId, int>, TransferIndex> && !Addresses<IndexedVector<GroupId, int>, int>);
+static_assert(Compares<StoreIndex, StoreIndex> && !Compares<StoreIndex, TransferIndex> && !Compares<GroupId, int>);
+
 // R01: the ring first, in the middle and last, with the capacities that are seen.
 TEST(Projection, ARingTravelsAndIsNeverStored) {
   for (const std::uint32_t capacity : {4U, 6U, 8U}) {

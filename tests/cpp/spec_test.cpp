@@ -57,6 +57,40 @@ Error error_of(F&& call) {
   return Error(ErrorCode::kClosed, "", {});
 }
 
+// R64: leaving out any member does not compile, not even inside an aggregate.
+template <class T>
+concept TakesAllTraits = requires {
+  T{.prefix_cacheable = true, .hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional,
+    .peer = PeerRule::kSuffix, .replay_tokens = 0U, .fine_grained_lookup = true};
+};
+template <class T>
+concept TakesTraitsWithoutTheFirst = requires {
+  T{.hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional, .peer = PeerRule::kSuffix,
+    .replay_tokens = 0U, .fine_grained_lookup = true};
+};
+template <class T>
+concept TakesTraitsWithoutReplay = requires {
+  T{.prefix_cacheable = true, .hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional,
+    .peer = PeerRule::kSuffix, .fine_grained_lookup = true};
+};
+template <class T, class... Members>
+concept Takes = requires(Members... members) { T{members...}; };
+
+static_assert(TakesAllTraits<SpecTraits>);
+static_assert(!TakesTraitsWithoutTheFirst<SpecTraits>);
+static_assert(!TakesTraitsWithoutReplay<SpecTraits>);
+static_assert(Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule, std::uint32_t, bool>);
+static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule, std::uint32_t>);
+static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule>);
+static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule>);
+static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t>);
+static_assert(!Takes<SpecTraits, bool, HitRule>);
+static_assert(!Takes<SpecTraits, bool>);
+static_assert(!Takes<SpecTraits>);
+static_assert(Takes<SpecKind, std::string, PayloadKind, bool, bool>);
+static_assert(!Takes<SpecKind, std::string, PayloadKind, bool>);
+static_assert(!Takes<SpecKind, std::string>);
+
 TEST(DTypes, NamesRoundTripAndHaveASize) {
   for (const std::string_view name : dtype_names()) {
     const auto dtype = dtype_from_string(name);

@@ -299,7 +299,8 @@ class Reader {
   StatePayload read_state(Object& object) {
     StatePayload payload;
     object.text("mamba_cache_mode", payload.cache_mode, true, "one of none, align, all");
-    if (const json* const shapes = object.list("shapes", "a list of shapes", true)) {
+    const json* const shapes = object.list("shapes", "a list of shapes", true);
+    if (shapes != nullptr) {
       for (std::size_t i = 0; i < shapes->size(); ++i) {
         payload.shapes.push_back(read_shape(object, (*shapes)[i], indexed(object.at("shapes"), i)));
       }
@@ -309,6 +310,7 @@ class Reader {
     for (std::size_t i = 0; i < names.size(); ++i) {
       payload.dtypes.push_back(dtype(names[i], indexed(object.at("dtypes"), i)).value_or(DType::kInt8));
     }
+    if (shapes == nullptr) payload.dtypes.clear();  // their number is no second problem
     return payload;
   }
 

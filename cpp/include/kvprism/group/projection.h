@@ -45,7 +45,7 @@ struct DigestFact {
 };
 
 // Ownership: share it as shared_ptr<const Projection>. Threads: immutable.
-class KVPRISM_API Projection {
+class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
  public:
   // Throws Error (kInvalidConfig) with all problems.
   static std::shared_ptr<const Projection> make(const CacheConfig& config, const SpecRegistry& registry);

@@ -30,7 +30,7 @@ struct CacheTensor {
 };
 
 // Ownership: holds the projection; does not own the memory. Threads: immutable.
-class KVPRISM_API SegmentMap {
+class KVPRISM_API SegmentMap : public std::enable_shared_from_this<SegmentMap> {
  public:
   // Throws Error (kInvalidConfig) with all problems: a transferable group's layer in no tensor, any layer in two, a block
   // outside its allocation, a stride shorter than its page (R29), a layout other than the strides show, allocations that
