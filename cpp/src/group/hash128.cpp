@@ -2,7 +2,9 @@
 
 #include <cstring>
 
+#ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
+#endif
 #include <xxhash.h>
 
 namespace kvprism::detail {
