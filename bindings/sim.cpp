@@ -1,4 +1,5 @@
-// kvprism.sim: a simulated serving engine that knows what every byte it loads must be.
+// What kvprism.sim re-exports: a simulated serving engine that knows what every byte it loads must
+// be. Flat in the module, because a submodule would have no place in its type stub.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -145,7 +146,7 @@ Returns:
 }
 
 void bind_engine(nb::module_& m) {
-  nb::class_<sim::FinishedRequest>(m, "FinishedRequest", "A request that has left the engine.")
+  nb::class_<sim::FinishedRequest>(m, "SimFinishedRequest", "A request that has left the engine.")
       .def_prop_ro(
           "id", [](const sim::FinishedRequest& r) { return raw(r.id); }, "As submitted.")
       .def_ro("aborted", &sim::FinishedRequest::aborted, "Ended from outside.")
@@ -159,7 +160,7 @@ void bind_engine(nb::module_& m) {
       .def_ro("output", &sim::FinishedRequest::output,
               "Generated tokens, a function of the prompt.");
 
-  nb::class_<BoundEngine>(m, "Engine",
+  nb::class_<BoundEngine>(m, "SimEngine",
                           R"(A simulated serving engine with a hybrid cache, in real time.
 
 It makes the calls of a real engine in their order. What it computes is a function of the tokens, so it knows what every
@@ -295,7 +296,7 @@ Returns:
 }
 
 void bind_detector(nb::module_& m) {
-  nb::class_<RingDetector>(m, "RingDetector",
+  nb::class_<RingDetector>(m, "SimRingDetector",
                            R"(Recognises bytes of scratch rings wherever they are.
 
 Made from tokens alone: it knows nothing of keys, hashes, blocks or objects.)")
@@ -343,11 +344,9 @@ Returns:
 }  // namespace
 
 void bind_sim(nb::module_& module) {
-  nb::module_ m =
-      module.def_submodule("sim", "A simulated serving engine that checks every byte it loads.");
-  bind_memory(m);
-  bind_engine(m);
-  bind_detector(m);
+  bind_memory(module);
+  bind_engine(module);
+  bind_detector(module);
 }
 
 }  // namespace kvprism::bindings

@@ -4,6 +4,9 @@ What it computes is a function of the tokens alone, so it can tell what each blo
 knowing anything of keys, hashes or objects.
 """
 
-from ._core.sim import Engine, FinishedRequest, RingDetector, SimMemory
+from ._core import SimEngine as Engine
+from ._core import SimFinishedRequest as FinishedRequest
+from ._core import SimMemory
+from ._core import SimRingDetector as RingDetector
 
 __all__ = ["Engine", "FinishedRequest", "RingDetector", "SimMemory"]
