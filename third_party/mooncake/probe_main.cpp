@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -245,6 +246,8 @@ Verdict supervise(const char* self, const Arguments& arguments) {
   const pid_t child = ::fork();
   if (child < 0) return {"refused", std::strerror(errno)};
   if (child == 0) {
+    // Whoever gives up on the supervisor gives up on this one too.
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     ::close(ends[0]);
     const std::string out = std::to_string(ends[1]);
     ::execl("/proc/self/exe", self, "--child", out.c_str(), arguments.library.c_str(),
