@@ -158,6 +158,7 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
     stats.bytes_verified += bytes;
     stats.bytes_mismatched += wrong;
     stats.groups[raw(group.id)].bytes_loaded += bytes;
+    stats.groups[raw(group.id)].bytes_mismatched += wrong;
     if (wrong != 0) {
       fail("a load brings " + std::to_string(wrong) + " wrong bytes of " + std::to_string(bytes) + " into block " +
            std::to_string(raw(destination.block)) + ", group " + std::to_string(raw(group.id)) + ", chunk " +

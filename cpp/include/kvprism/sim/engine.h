@@ -50,6 +50,7 @@ struct GroupStats {
   std::uint64_t chunks_saved = 0;    // planned for the store
   std::uint64_t chunks_loaded = 0;   // planned to be fetched
   std::uint64_t bytes_loaded = 0;    // arrived and compared
+  std::uint64_t bytes_mismatched = 0;
 };
 
 struct EngineStats {
