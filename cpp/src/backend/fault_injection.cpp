@@ -112,8 +112,8 @@ struct FaultInjector::Impl {
     std::vector<ItemResult> items;
     Instant due{};
     Instant deadline{};
-    bool told = false;    // the outcome
-    bool second = false;  // the run that repeats a get before it is quiet
+    bool told = false;                   // the outcome
+    std::vector<std::byte> again;        // what a late quiet writes once more
   };
   using Operations = std::list<Operation>;
 
@@ -254,7 +254,14 @@ struct FaultInjector::Impl {
         ++at;
         continue;
       }
-      if (op.partial && op.passed.empty()) {
+      std::size_t rewritten = 0;
+      if (!op.again.empty()) {
+        for_each_good_segment(op, [&](const Segment& segment) {
+          std::copy_n(op.again.begin() + static_cast<std::ptrdiff_t>(rewritten), segment.length, segment.base);
+          rewritten += segment.length;
+        });
+      }
+      if (rewritten > 0 || (op.partial && op.passed.empty())) {
         tell(side, op, true);
         at = side.operations.erase(at);
         continue;
@@ -306,9 +313,11 @@ struct FaultInjector::Impl {
       op.batch = std::move(done.batch);
     }
     if (op.fault && !op.told && changes_result(*op.fault)) change_result(op);
-    if (op.fault == FaultKind::kLateQuiet && !op.second && !side.closed && any_ok(op)) {
+    if (op.fault == FaultKind::kLateQuiet && !side.closed && any_ok(op)) {
       raise(*op.fault);
-      op.second = true;
+      for_each_good_segment(op, [&](const Segment& segment) {
+        op.again.insert(op.again.end(), segment.base, segment.base + segment.length);
+      });
       tell(side, op, false);
       op.phase = Phase::kWaiting;
       op.due = now + up_to(plan.late);
@@ -316,6 +325,16 @@ struct FaultInjector::Impl {
     }
     tell(side, op, true);
     side.operations.erase(at);
+  }
+
+  template <class Visit>
+  static void for_each_good_segment(const Operation& op, Visit visit) {
+    for (std::size_t i = 0; i < op.items.size(); ++i) {
+      if (op.items[i].status != ItemStatus::kOk) continue;
+      for (std::uint32_t s = i == 0 ? 0 : op.batch->ends[i - 1]; s < op.batch->ends[i]; ++s) {
+        visit(op.batch->segments[s]);
+      }
+    }
   }
 
   static bool any_ok(const Operation& op) noexcept {

@@ -87,6 +87,11 @@ std::string Engine::Impl::check_references() const {
              std::to_string(expected[b]);
     }
     const bool used = pool.state(block) == BlockPool::State::kUsed;
+    if (pool.state(block) == BlockPool::State::kFree) {
+      for (const EngineRank& rank : ranks) {
+        if (!rank.memory->is_poisoned(block)) return "block " + std::to_string(b) + " is free and not poisoned";
+      }
+    }
     if (used != (actual != 0)) return "block " + std::to_string(b) + " is in the wrong list of the pool";
   }
   return "";

@@ -64,6 +64,14 @@ void SimMemory::poison(BlockId block) noexcept {
   }
 }
 
+bool SimMemory::is_poisoned(BlockId block) const noexcept {
+  for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
+    const std::byte* const page = base_ + at(layer, block);
+    if (page[0] != std::byte{kPoison} || page[slot_bytes_ - 1] != std::byte{kPoison}) return false;
+  }
+  return true;
+}
+
 void SimMemory::open(GroupId group, BlockId block) {
   Open& entry = open_[static_cast<std::size_t>(raw(block))];
   if (entry.count++ == 0) ++num_open_;

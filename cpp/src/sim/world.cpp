@@ -76,7 +76,7 @@ class WorldRun {
         pool_(std::make_shared<MemoryPool>(config_.pool)),
         objects_(model_groups(*projection_)),
         step_tokens_(model_step(objects_.groups())) {
-    if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 500;
+    if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
     fit_prompts();
     for (std::uint32_t family = 0; family < config_.families; ++family) {
       families_.emplace_back();

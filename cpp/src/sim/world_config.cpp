@@ -126,7 +126,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   StoreSchedulerOptions& scheduler = config.scheduler;
   scheduler.lookup_timeout = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
   scheduler.lookup_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(10, 200)));
-  scheduler.load_timeout = milliseconds(static_cast<std::int64_t>(random.between(10, 100)));
+  scheduler.load_timeout = milliseconds(static_cast<std::int64_t>(random.between(15, 200)));
   scheduler.save_timeout = milliseconds(static_cast<std::int64_t>(random.between(20, 150)));
   scheduler.quarantine_after = milliseconds(static_cast<std::int64_t>(random.between(5, 100)));
   scheduler.detach_quarantined_loads = random.chance(1, 2);

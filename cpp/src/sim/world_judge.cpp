@@ -145,7 +145,7 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   const std::uint32_t replay = model_replay(objects_.groups());
   const std::uint32_t most = size > replay ? (size - replay) / step_tokens_ * step_tokens_ : 0;
   if (answer.pending) {
-    asked_.try_emplace(raw(request), objects_.longest(trail, local, most, step_tokens_));
+    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most, step_tokens_)});
     return;
   }
   if (trace_ != nullptr) {
@@ -161,8 +161,10 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
                     number(missing->chunk) + " of group " + number(raw(missing->group)) + " was never stored");
   }
   if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
-    if (hit < asked->second) {
-      fail("missed hit", "a hit of " + number(hit) + " tokens although " + number(asked->second) + " are stored");
+    // With fewer local tokens than when it was asked, more would have to be stored.
+    if (local >= asked->second.local && hit < asked->second.at_least) {
+      fail("missed hit",
+           "a hit of " + number(hit) + " tokens although " + number(asked->second.at_least) + " are stored");
     }
     asked_.erase(asked);
   }

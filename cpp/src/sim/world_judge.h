@@ -131,7 +131,11 @@ class JobJudge final : public EngineObserver {
   // Where saves failed and were not planned again, in tokens, by request.
   std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> holes_;
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
-  std::unordered_map<std::uint64_t, std::uint32_t> asked_;   // what a pending lookup must find at least
+  struct Asked {
+    std::uint32_t local = 0;
+    std::uint32_t at_least = 0;
+  };
+  std::unordered_map<std::uint64_t, Asked> asked_;  // pending lookups, by request, and what they must find
   std::vector<std::int64_t> held_;     // acquired and not released, by block
   std::vector<std::int64_t> at_least_; // by jobs that may still touch the block
   std::vector<std::int64_t> at_most_;  // and by jobs whose end is not known in full

@@ -41,6 +41,7 @@ class SimMemory {
 
   // Overwrites all layers of a block, in both copies.
   void poison(BlockId block) noexcept;
+  bool is_poisoned(BlockId block) const noexcept;
 
   // While a block is open to a group, others may write the group's pages of it. May be opened more than once.
   void open(GroupId group, BlockId block);
