@@ -1,6 +1,7 @@
 // What kvprism.sim re-exports: a simulated serving engine that knows what every byte it loads must
 // be. Flat in the module, because a submodule would have no place in its type stub.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -38,6 +39,7 @@ nb::dict to_dict(const sim::EngineStats& s) {
     row["chunks_saved"] = group.chunks_saved;
     row["chunks_loaded"] = group.chunks_loaded;
     row["bytes_loaded"] = group.bytes_loaded;
+    row["bytes_mismatched"] = group.bytes_mismatched;
     groups.append(row);
   }
   nb::dict out;
@@ -125,6 +127,17 @@ Args:
 
 Returns:
     A map that keeps this memory alive.)")
+      .def(
+          "array",
+          [](BoundMemory& m) {
+            const auto whole = m.memory.whole();
+            return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(whole.data(), {whole.size()},
+                                                                     nb::find(m));
+          },
+          R"(All of it, for tests that look or write where they should not.
+
+Returns:
+    A writable view that keeps this memory alive.)")
       .def(
           "page",
           [](BoundMemory& m, const PyGroupId& group, std::uint32_t layer, std::int32_t block) {
