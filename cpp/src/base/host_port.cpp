@@ -72,8 +72,11 @@ HostPort parse_host_port(std::string_view text, std::string_view path) {
 
 std::string to_string(const HostPort& address) {
   const bool brackets = address.port && address.host.find(':') != std::string::npos;
-  std::string text = brackets ? "[" + address.host + "]" : address.host;
-  if (address.port) text += ":" + std::to_string(*address.port);
+  std::string text;
+  if (brackets) text += '[';
+  text += address.host;
+  if (brackets) text += ']';
+  if (address.port) text.append(":").append(std::to_string(*address.port));
   return text;
 }
 
