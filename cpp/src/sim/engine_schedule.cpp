@@ -185,7 +185,10 @@ void Engine::Impl::schedule(Instant now) {
   // A pass that took blocks away from somebody gives none to newcomers.
   if (schedule_running(now, budget)) return;
   // Those that hold blocks already come first.
+  bool starved = false;
   for (const bool ready : {true, false}) {
+    // A newcomer's load would take the blocks that a loaded request waits for, and so on in turns.
+    if (starved) return;
     for (std::size_t i = 0; i < waiting.size();) {
       Sequence& sequence = *waiting[i];
       const bool mine = sequence.phase == (ready ? Sequence::Phase::kReady : Sequence::Phase::kWaiting);
@@ -196,6 +199,7 @@ void Engine::Impl::schedule(Instant now) {
       if (budget == 0 || running.size() >= options.max_running) return;
       const bool started = ready ? start_ready(sequence, budget) : start_waiting(sequence, budget, now);
       if (!started || sequence.phase == Sequence::Phase::kLoading) {
+        starved |= ready;
         ++i;
         continue;
       }

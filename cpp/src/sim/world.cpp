@@ -521,8 +521,10 @@ class WorldRun {
       trail.append(done.tokens);
       const std::uint32_t computed = trail.size() - 1;
       const std::uint32_t end = computed - computed % step_tokens_;
-      if (config_.engine.offer_states_late && computed == end) continue;  // it left before it could offer
       if (const auto missing = objects_.missing(trail, 0, end)) {
+        // A request that leaves before its next step never offers its last state.
+        const bool state = objects_.groups()[raw(missing->group)].kind == GroupModel::Kind::kState;
+        if (state && config_.engine.offer_states_late) continue;
         fail("not stored", "a request of " + std::to_string(computed) + " computed tokens is not stored up to " +
                                std::to_string(end) + ": group " + std::to_string(raw(missing->group)) + ", chunk " +
                                std::to_string(missing->chunk) + " of request " + std::to_string(raw(done.id)));
