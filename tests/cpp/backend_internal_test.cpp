@@ -220,8 +220,8 @@ TEST(Preflight, RdmaWithoutDevicesIsRefusedBeforeAnythingIsOpened) {
 TEST(Preflight, MemoryLockSaysNumbersAndCure) {
   EXPECT_TRUE(detail::check_memory_lock(65536, 65536, false).empty());
   EXPECT_TRUE(detail::check_memory_lock(65536, 1 << 30, true).empty());
-  EXPECT_TRUE(detail::check_memory_lock(std::numeric_limits<std::uint64_t>::max(), 1 << 30, false)
-                  .empty());
+  EXPECT_TRUE(
+      detail::check_memory_lock(std::numeric_limits<std::uint64_t>::max(), 1 << 30, false).empty());
   const auto problems = detail::check_memory_lock(65536, 1 << 30, false);
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_NE(problems[0].value.find("65536"), std::string::npos);
@@ -285,7 +285,9 @@ TEST(LibraryFile, HashesAreThoseOfTheStandard) {
 TEST(LibraryFile, BuildIdOfWhatIsNoLibraryIsEmpty) {
   const Folder folder;
   folder.write("text", "no library");
-  folder.write("short", "\x7f" "ELF\x02");
+  folder.write("short",
+               "\x7f"
+               "ELF\x02");
   EXPECT_EQ(mooncake::read_build_id((folder.path() / "text").string()), "");
   EXPECT_EQ(mooncake::read_build_id((folder.path() / "short").string()), "");
   EXPECT_EQ(mooncake::read_build_id((folder.path() / "none").string()), "");
@@ -365,12 +367,12 @@ TEST(Library, RowsAreUniqueAndComplete) {
   }
   const MooncakeAbiRow& row = rows[0];
   EXPECT_EQ(mooncake::find_row({"p", "", "", "", std::string(row.build_id)}), &row);
-  EXPECT_EQ(mooncake::find_row({"p", std::string(row.distribution), "0.0", "",
-                                std::string(row.build_id)}),
+  EXPECT_EQ(mooncake::find_row(
+                {"p", std::string(row.distribution), "0.0", "", std::string(row.build_id)}),
             nullptr);
-  EXPECT_EQ(mooncake::find_row({"p", std::string(row.distribution), std::string(row.version), "",
-                                ""}),
-            nullptr);
+  EXPECT_EQ(
+      mooncake::find_row({"p", std::string(row.distribution), std::string(row.version), "", ""}),
+      nullptr);
 }
 
 TEST(Probe, VerdictsAreCachedByHash) {

@@ -1,4 +1,5 @@
-// The adapter from blocking clients to the asynchronous store, with a client that does what a script says.
+// The adapter from blocking clients to the asynchronous store, with a client that does what a
+// script says.
 #include "kvprism/backend/blocking_store.h"
 
 #include <dirent.h>
@@ -187,8 +188,8 @@ BlockingStoreOptions quick() {
   return options;
 }
 
-std::unique_ptr<ObjectBatch> batch_of(const std::vector<std::string>& keys, std::byte* memory = nullptr,
-                                      std::size_t bytes = 0) {
+std::unique_ptr<ObjectBatch> batch_of(const std::vector<std::string>& keys,
+                                      std::byte* memory = nullptr, std::size_t bytes = 0) {
   auto batch = std::make_unique<ObjectBatch>();
   for (std::size_t i = 0; i < keys.size(); ++i) {
     batch->keys.append() = keys[i];
@@ -496,7 +497,8 @@ TEST(BlockingStore, OpenCircuitAnswersAtOnceAndCloses) {
   std::byte byte{};
   EXPECT_THROW(store.add_region({&byte, 1, -1}), Error);
 
-  // With pauses of 5, 10, 20, 20 ms ... at least 7/8 of them, half a second holds no more than this.
+  // With pauses of 5, 10, 20, 20 ms ... at least 7/8 of them, half a second holds no more than
+  // this.
   const int before = script->attempts;
   std::this_thread::sleep_for(milliseconds(500));
   EXPECT_LE(script->attempts - before, 35);
@@ -572,7 +574,8 @@ TEST(BlockingStore, WaitingOperationsExpire) {
   Ends ends(store);
   ASSERT_TRUE(start_get(store, 1, batch_of({"a"}, memory.data(), 16)));
   ASSERT_TRUE(gate->wait_for_visitor());
-  ASSERT_TRUE(start_get(store, 2, batch_of({"a"}, memory.data(), 16), kNow + kvprism::milliseconds(50)));
+  ASSERT_TRUE(
+      start_get(store, 2, batch_of({"a"}, memory.data(), 16), kNow + kvprism::milliseconds(50)));
   ASSERT_TRUE(start_get(store, 3, batch_of({"a"}, memory.data(), 16)));
   ASSERT_TRUE(start_get(store, 4, batch_of({"a"}, memory.data(), 16), kNow));
   ends.drain();
@@ -853,7 +856,8 @@ TEST(BlockingStore, ForkedChildIsRefused) {
   EXPECT_EQ(ends.status(3), ItemStatus::kOk);
 }
 
-// Every operation has each end exactly once, whatever its client does, and bytes are there when the outcome is (R56).
+// Every operation has each end exactly once, whatever its client does, and bytes are there when the
+// outcome is (R56).
 TEST(BlockingStore, ManyOperationsEachEndOnce) {
   const auto script = std::make_shared<Script>();
   std::atomic<std::uint32_t> counter = 0;
@@ -872,9 +876,7 @@ TEST(BlockingStore, ManyOperationsEachEndOnce) {
     if (dice < 8) std::this_thread::sleep_for(milliseconds(30));
     return false;
   };
-  script->on_tear_down = [](int client) {
-    std::this_thread::sleep_for(milliseconds(client % 4));
-  };
+  script->on_tear_down = [](int client) { std::this_thread::sleep_for(milliseconds(client % 4)); };
   BlockingStoreOptions options = quick();
   options.stuck_after = kvprism::milliseconds(20);
   options.first_retry = kvprism::milliseconds(1);

@@ -46,7 +46,8 @@ TEST(HostPort, RefusesAndNamesThePath) {
 }
 
 TEST(HostPort, PrintsWhatItParses) {
-  for (const std::string host : {"h", "a-b.example", "10.0.0.1", "::", "2001:db8::1", "fe80::1%e0"}) {
+  for (const std::string host :
+       {"h", "a-b.example", "10.0.0.1", "::", "2001:db8::1", "fe80::1%e0"}) {
     for (const int port : {-1, 0, 1, 80, 32767, 65535}) {
       const HostPort address = make(host, port);
       EXPECT_EQ(parse_host_port(to_string(address)), address) << to_string(address);

@@ -30,7 +30,8 @@ StoreUnderTest mooncake() {
   // GTEST_SKIP leaves the function that it stands in.
   [] {
     if (mooncake_site_packages().empty()) GTEST_SKIP() << "no Mooncake in a .venv";
-    // Mooncake answers a put of an existing key like any other; mooncake_test looks at the bytes instead.
+    // Mooncake answers a put of an existing key like any other; mooncake_test looks at the bytes
+    // instead.
     if (test_is("OldBytesStay")) GTEST_SKIP() << "Mooncake does not tell duplicates";
   }();
   if (mooncake_site_packages().empty()) return test;

@@ -22,8 +22,8 @@ namespace kvprism::test {
 class Memory {
  public:
   explicit Memory(std::size_t bytes)
-      : base_(static_cast<std::byte*>(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+      : base_(static_cast<std::byte*>(
+            ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
         bytes_(bytes) {}
   std::byte* at(std::size_t offset) const { return base_ + offset; }
   Region region() const { return {base_, bytes_, -1}; }
@@ -147,7 +147,8 @@ class MooncakeTest : public testing::Test {
 
   void SetUp() override {
     site_packages_ = mooncake_site_packages();
-    if (site_packages_.empty()) GTEST_SKIP() << "no Mooncake in a .venv and no KVPRISM_TEST_MOONCAKE_DIR";
+    if (site_packages_.empty())
+      GTEST_SKIP() << "no Mooncake in a .venv and no KVPRISM_TEST_MOONCAKE_DIR";
     ASSERT_TRUE(std::filesystem::exists(site_packages_ + "/mooncake")) << site_packages_;
   }
 

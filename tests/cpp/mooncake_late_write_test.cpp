@@ -1,5 +1,6 @@
-// The late write, with real processes: the storage process stops in the middle of loads and goes on after every
-// deadline. Mooncake then writes into memory whose load has long failed; such memory must never be called quiet.
+// The late write, with real processes: the storage process stops in the middle of loads and goes on
+// after every deadline. Mooncake then writes into memory whose load has long failed; such memory
+// must never be called quiet.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -36,12 +37,14 @@ class LateWrite : public MooncakeTest {
   };
 
   void prepare(int stuck_after_seconds) {
-    master_ = std::make_unique<MooncakeMaster>(site_packages_, std::vector<std::string>{"-client_ttl=600"});
+    master_ = std::make_unique<MooncakeMaster>(site_packages_,
+                                               std::vector<std::string>{"-client_ttl=600"});
     storage_ = &master_->add_storage(256 << 20);
     BlockingStoreOptions store_options;
     store_options.stuck_after = seconds(stuck_after_seconds);
     store_options.close_budget = seconds(10);
-    store_ = std::make_unique<BlockingStore>(mooncake_client_factory(options(*master_, 0)), store_options);
+    store_ = std::make_unique<BlockingStore>(mooncake_client_factory(options(*master_, 0)),
+                                             store_options);
     store_->add_region(sources_.region());
     store_->add_region(targets_.region());
     run_ = std::make_unique<Operations>(*store_);
@@ -66,9 +69,11 @@ class LateWrite : public MooncakeTest {
     std::vector<Item> items;
     for (std::size_t i = 0; i < kObjectsPerLoad; ++i) {
       const std::size_t object = number * kObjectsPerLoad + i;
-      items.push_back({"big-" + std::to_string(object), {{targets_.at(object * kObject), kObject}}});
+      items.push_back(
+          {"big-" + std::to_string(object), {{targets_.at(object * kObject), kObject}}});
     }
-    loads_.push_back({run_->start_get(items), number * kObjectsPerLoad * kObject, false, false, 0, 0});
+    loads_.push_back(
+        {run_->start_get(items), number * kObjectsPerLoad * kObject, false, false, 0, 0});
   }
 
   std::size_t count_other_than(std::size_t offset, std::byte value) const {
@@ -138,7 +143,8 @@ class LateWrite : public MooncakeTest {
   std::vector<Load> loads_;
 };
 
-// The storage process comes back after our deadline and before Mooncake's: the bytes land in a load that has failed.
+// The storage process comes back after our deadline and before Mooncake's: the bytes land in a load
+// that has failed.
 TEST_F(LateWrite, AfterOurDeadline) {
   ASSERT_NO_FATAL_FAILURE(prepare(1));
   storage_->signal(SIGSTOP);
@@ -161,8 +167,9 @@ TEST_F(LateWrite, AfterOurDeadline) {
   EXPECT_EQ(store_->counters().retired_now, 0u);
 }
 
-// The storage process stays away longer than Mooncake waits (60 s). The first load's call gives up, and its client is
-// torn down, before the bytes could come; the second one's bytes land while its call still waits.
+// The storage process stays away longer than Mooncake waits (60 s). The first load's call gives up,
+// and its client is torn down, before the bytes could come; the second one's bytes land while its
+// call still waits.
 TEST_F(LateWrite, AfterEveryDeadline) {
   ASSERT_NO_FATAL_FAILURE(prepare(3));
   const auto stopped = Clock::now();
@@ -175,7 +182,8 @@ TEST_F(LateWrite, AfterEveryDeadline) {
   }
   EXPECT_EQ(store_->counters().replacements, 2u);
   ASSERT_TRUE(look_until([&] { return loads_[0].was_quiet; }, std::chrono::seconds(80)));
-  EXPECT_GT(Clock::now() - stopped, std::chrono::seconds(50)) << "Mooncake's wait has become shorter";
+  EXPECT_GT(Clock::now() - stopped, std::chrono::seconds(50))
+      << "Mooncake's wait has become shorter";
   EXPECT_FALSE(loads_[1].was_quiet);
   storage_->signal(SIGCONT);
   ASSERT_TRUE(look_until([&] { return loads_[1].was_quiet; }, std::chrono::seconds(20)));

@@ -1,4 +1,5 @@
-// The opt-in for unknown builds, with the real library changed in one place each: its identity, a function, a name.
+// The opt-in for unknown builds, with the real library changed in one place each: its identity, a
+// function, a name.
 #include <elf.h>
 #include <gtest/gtest.h>
 
@@ -53,7 +54,8 @@ class Image {
       const auto strings = read<Elf64_Shdr>(header.e_shoff + section.sh_link * sizeof(Elf64_Shdr));
       for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
         const auto symbol = read<Elf64_Sym>(section.sh_offset + at);
-        if (symbol.st_value == 0 || name != bytes_.data() + strings.sh_offset + symbol.st_name) continue;
+        if (symbol.st_value == 0 || name != bytes_.data() + strings.sh_offset + symbol.st_name)
+          continue;
         for (unsigned j = 0; j < header.e_phnum; ++j) {
           const auto segment = read<Elf64_Phdr>(header.e_phoff + j * sizeof(Elf64_Phdr));
           if (segment.p_type == PT_LOAD && symbol.st_value >= segment.p_vaddr &&
@@ -92,7 +94,8 @@ class MooncakeProbe : public MooncakeTest {
     if (IsSkipped()) return;
     master_ = std::make_unique<MooncakeMaster>(site_packages_);
     original_ = site_packages_ + "/mooncake/store.so";
-    const fs::path probe = fs::read_symlink("/proc/self/exe").parent_path() / "../lib/kvprism-mooncake-probe";
+    const fs::path probe =
+        fs::read_symlink("/proc/self/exe").parent_path() / "../lib/kvprism-mooncake-probe";
     ASSERT_TRUE(fs::exists(probe)) << probe;
     ::setenv("KVPRISM_MOONCAKE_PROBE", probe.c_str(), 1);
     ::setenv("XDG_CACHE_HOME", (master_->folder() / "cache").c_str(), 1);
@@ -191,7 +194,8 @@ TEST_F(MooncakeProbe, CrashIsAVerdict) {
       FAIL() << "a crashing library was used";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-      EXPECT_NE(std::string(error.what()).find("Illegal instruction"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("Illegal instruction"), std::string::npos)
+          << error.what();
     }
     ::setenv("KVPRISM_MOONCAKE_PROBE", "/nonexistent", 1);
   }
@@ -220,7 +224,8 @@ TEST_F(MooncakeProbe, MissingSymbolIsNamed) {
 TEST_F(MooncakeProbe, NoMasterIsNoVerdictOnTheLibrary) {
   const fs::path library = copy([](Image&) {});
   master_->process().signal(SIGSTOP);
-  EXPECT_THROW(mooncake::run_probe(library.string(), master_->address(), std::chrono::seconds(2)), Error);
+  EXPECT_THROW(mooncake::run_probe(library.string(), master_->address(), std::chrono::seconds(2)),
+               Error);
   master_->process().signal(SIGCONT);
   EXPECT_EQ(mooncake::read_verdict(mooncake::hash_file(library.string())), "");
 }
@@ -229,7 +234,8 @@ TEST_F(MooncakeProbe, ListsTheKnownBuilds) {
   const std::string command = std::string(std::getenv("KVPRISM_MOONCAKE_PROBE")) + " --list-json";
   std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), &::pclose);
   std::string text;
-  for (std::array<char, 4096> buffer; const std::size_t got = std::fread(buffer.data(), 1, buffer.size(), pipe.get());) {
+  for (std::array<char, 4096> buffer;
+       const std::size_t got = std::fread(buffer.data(), 1, buffer.size(), pipe.get());) {
     text.append(buffer.data(), got);
   }
   for (const MooncakeAbiRow& row : known_mooncake_builds()) {

@@ -29,7 +29,8 @@
 
 namespace kvprism::test {
 
-// Mooncake listens on all addresses whatever it is told, so tests run in a network of their own where they may.
+// Mooncake listens on all addresses whatever it is told, so tests run in a network of their own
+// where they may.
 inline bool enter_private_network() {
   if (::unshare(CLONE_NEWNET) != 0) return false;
   const int socket = ::socket(AF_INET, SOCK_DGRAM, 0);
@@ -41,12 +42,14 @@ inline bool enter_private_network() {
   return up;
 }
 
-// Site-packages of the test installation: KVPRISM_TEST_MOONCAKE_DIR, or the .venv of this folder or one above it.
+// Site-packages of the test installation: KVPRISM_TEST_MOONCAKE_DIR, or the .venv of this folder or
+// one above it.
 inline std::string mooncake_site_packages() {
   namespace fs = std::filesystem;
   if (const char* folder = std::getenv("KVPRISM_TEST_MOONCAKE_DIR")) return folder;
   std::error_code error;
-  for (fs::path at = fs::current_path(); !at.empty() && at != at.root_path(); at = at.parent_path()) {
+  for (fs::path at = fs::current_path(); !at.empty() && at != at.root_path();
+       at = at.parent_path()) {
     for (const auto& entry : fs::directory_iterator(at / ".venv" / "lib", error)) {
       const fs::path folder = entry.path() / "site-packages";
       if (fs::exists(folder / "mooncake", error)) return folder.string();
@@ -200,11 +203,11 @@ class MooncakeMaster {
     std::filesystem::permissions(program, std::filesystem::perms::owner_exec,
                                  std::filesystem::perm_options::add);
     const int port = free_port();
-    storage_.push_back(Process({program, "-host=127.0.0.1", "-port=" + std::to_string(port),
-                                "-metadata_server=P2PHANDSHAKE", "-protocol=tcp",
-                                "-master_server_address=" + address(),
-                                "-global_segment_size=" + std::to_string(bytes)},
-                               (folder_ / ("storage" + std::to_string(port) + ".log")).string()));
+    storage_.push_back(Process(
+        {program, "-host=127.0.0.1", "-port=" + std::to_string(port),
+         "-metadata_server=P2PHANDSHAKE", "-protocol=tcp", "-master_server_address=" + address(),
+         "-global_segment_size=" + std::to_string(bytes)},
+        (folder_ / ("storage" + std::to_string(port) + ".log")).string()));
     if (!within(std::chrono::seconds(10), [&] { return port_accepts(port); })) {
       throw std::runtime_error("mooncake_client did not start:\n" + storage_.back().log_text());
     }

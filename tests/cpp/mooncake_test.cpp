@@ -148,7 +148,8 @@ TEST_F(Mooncake, FullPoolSaysSoPerItem) {
   Operations run(store);
   memory.fill(0, 1 << 20, 5);
   std::vector<Item> items;
-  for (int i = 0; i < 40; ++i) items.push_back({"full-" + std::to_string(i), {{memory.at(0), 1 << 20}}});
+  for (int i = 0; i < 40; ++i)
+    items.push_back({"full-" + std::to_string(i), {{memory.at(0), 1 << 20}}});
   const S statuses = run.put(items);
   const auto kept = std::count(statuses.begin(), statuses.end(), ItemStatus::kOk);
   EXPECT_GT(kept, 5);
@@ -157,7 +158,8 @@ TEST_F(Mooncake, FullPoolSaysSoPerItem) {
   EXPECT_EQ(store.counters().replacements, 0u);
 }
 
-// The scheduler's client: no segment, no buffer, lookups only, beside another client of the process.
+// The scheduler's client: no segment, no buffer, lookups only, beside another client of the
+// process.
 TEST_F(Mooncake, LookupClientSeesWhatAnotherClientStored) {
   MooncakeMaster master(site_packages_);
   BlockingStore worker(mooncake_client_factory(options(master)));
@@ -189,7 +191,8 @@ TEST_F(Mooncake, ObjectsInAStorageProcessOutliveTheirWriter) {
   EXPECT_TRUE(memory.holds(1 << 19, 100001, 3));
 }
 
-// R51: while the master is away everything ends quickly as a miss; afterwards it works again without a restart.
+// R51: while the master is away everything ends quickly as a miss; afterwards it works again
+// without a restart.
 TEST_F(Mooncake, MasterGoesAndComesBack) {
   MooncakeMaster master(site_packages_);
   BlockingStoreOptions store_options;

@@ -1,5 +1,6 @@
-// What we call in Mooncake's store library, declared from facts: argument lists from the mangled names, result types
-// and struct properties from running each build in builds.cpp or reading its machine code.
+// What we call in Mooncake's store library, declared from facts: argument lists from the mangled
+// names, result types and struct properties from running each build in builds.cpp or reading its
+// machine code.
 #pragma once
 
 #include <cstddef>
@@ -18,26 +19,27 @@ using Strings = std::vector<std::string>;
 using BufferLists = std::vector<std::vector<void*>>;
 using LengthLists = std::vector<std::vector<std::size_t>>;
 
-// Stands in for mooncake::ReplicateConfig, whose layout changes between versions: the first member is the number of
-// replicas in all of them, and all-zero bytes are the default of every other member.
+// Stands in for mooncake::ReplicateConfig, whose layout changes between versions: the first member
+// is the number of replicas in all of them, and all-zero bytes are the default of every other
+// member.
 struct alignas(16) ReplicateConfig {
   std::size_t replica_num = 1;
   std::byte rest[1024 - sizeof(std::size_t)] = {};
 };
 static_assert(sizeof(ReplicateConfig) == 1024);
 
-// The store client's functions. Results: 0 or a positive count is success, negative is a store error code.
-// Members are called with the object first, which is what the Itanium C++ ABI does for non-virtual members.
+// The store client's functions. Results: 0 or a positive count is success, negative is a store
+// error code. Members are called with the object first, which is what the Itanium C++ ABI does for
+// non-virtual members.
 struct StoreFunctions {
   std::shared_ptr<NativeClient> (*create)() = nullptr;
   int (*setup_real)(NativeClient*, const std::string& local_hostname,
                     const std::string& metadata_server, std::size_t global_segment_size,
                     std::size_t local_buffer_size, const std::string& protocol,
                     const std::string& rdma_devices, const std::string& master_server_addr,
-                    const std::shared_ptr<NativeEngine>& engine,
-                    const std::string& ipc_socket_path, bool enable_ssd_offload,
-                    const std::string& ssd_offload_path, const std::string& tenant_id,
-                    bool enable_http_server, int http_port) = nullptr;
+                    const std::shared_ptr<NativeEngine>& engine, const std::string& ipc_socket_path,
+                    bool enable_ssd_offload, const std::string& ssd_offload_path,
+                    const std::string& tenant_id, bool enable_http_server, int http_port) = nullptr;
   int (*register_buffer)(NativeClient*, void* base, std::size_t bytes) = nullptr;
   int (*unregister_buffer)(NativeClient*, void* base) = nullptr;
   std::vector<int> (*batch_put_from_multi_buffers)(NativeClient*, const Strings& keys,

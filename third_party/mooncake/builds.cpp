@@ -1,5 +1,5 @@
-// The known builds. Every row was looked at: the file's build-id, its symbols, and the machine code of the functions we
-// call, compared with the build that our tests run.
+// The known builds. Every row was looked at: the file's build-id, its symbols, and the machine code
+// of the functions we call, compared with the build that our tests run.
 #include <array>
 
 #include "kvprism/backend/mooncake_client.h"

@@ -5,7 +5,8 @@
 
 namespace kvprism::mooncake {
 
-// The GNU build-id of a 64-bit ELF file in lower-case hex; empty when it has none or is no such file.
+// The GNU build-id of a 64-bit ELF file in lower-case hex; empty when it has none or is no such
+// file.
 std::string read_build_id(const std::string& path);
 
 // SHA-256 of a file in lower-case hex; empty when it cannot be read.

@@ -1,4 +1,5 @@
-// Finds the installed store library through the file lists of installed distributions; loads nothing.
+// Finds the installed store library through the file lists of installed distributions; loads
+// nothing.
 #pragma once
 
 #include <string>
@@ -21,7 +22,8 @@ std::vector<LibraryFile> list_site_packages(const std::string& site_packages);
 // Facts of one file, with its distribution if one beside it lists it.
 LibraryFile describe_file(const std::string& path);
 
-// Folders of the active virtual environment and of the python3 on PATH that hold installed distributions.
+// Folders of the active virtual environment and of the python3 on PATH that hold installed
+// distributions.
 std::vector<std::string> default_site_packages();
 
 }  // namespace kvprism::mooncake

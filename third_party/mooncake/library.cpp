@@ -73,8 +73,9 @@ std::string hint_for_loader(std::string_view message) {
       Hint{"libcurl.so", "install libcurl4"},
       Hint{"libmlx5.so", "install ibverbs-providers"},
       Hint{"libcuda.so", "install the NVIDIA driver, or mooncake-transfer-engine-non-cuda instead"},
-      Hint{"libcudart.so",
-           "install the CUDA runtime of that version, or mooncake-transfer-engine-non-cuda instead"},
+      Hint{
+          "libcudart.so",
+          "install the CUDA runtime of that version, or mooncake-transfer-engine-non-cuda instead"},
   };
   for (const Hint& hint : kHints) {
     if (message.find(hint.library) != std::string_view::npos) return std::string(hint.text);
@@ -114,8 +115,9 @@ std::vector<std::string> python_candidates(const OpenRequest& request, const Lib
   return paths;
 }
 
-// The library is also a Python extension with undefined data symbols of CPython. Opening libpython globally also keeps
-// Mooncake from taking over the process's signals, which it does when it sees no Python.
+// The library is also a Python extension with undefined data symbols of CPython. Opening libpython
+// globally also keeps Mooncake from taking over the process's signals, which it does when it sees
+// no Python.
 void provide_python(const OpenRequest& request, const LibraryFile& file) {
   if (dlsym(RTLD_DEFAULT, "Py_IsInitialized") != nullptr) return;
   const std::vector<std::string> candidates = python_candidates(request, file);

@@ -22,7 +22,8 @@ struct OpenRequest {
   std::string path;
   std::string python_library;  // empty: KVPRISM_LIBPYTHON, then searched
   bool accept_unknown = false;
-  std::vector<std::pair<std::string, std::string>> defaults;     // set unless already in the environment
+  std::vector<std::pair<std::string, std::string>>
+      defaults;  // set unless already in the environment
   std::vector<std::pair<std::string, std::string>> environment;  // set, or must be equal
 };
 
@@ -32,9 +33,10 @@ const MooncakeAbiRow* find_row(const LibraryFile& file);
 // "mooncake-transfer-engine 0.3.13.post1 cp311 (build 3a02...)", for messages.
 std::string describe(const LibraryFile& file);
 
-// Opens the library, or returns the one that is open. Throws Error: kNotFound (file, system library, libpython, symbol),
-// kUnsupported (unknown build, another Mooncake library or another environment in this process).
-// Threads: any; the first call sets environment variables, which is not safe beside other threads' getenv.
+// Opens the library, or returns the one that is open. Throws Error: kNotFound (file, system
+// library, libpython, symbol), kUnsupported (unknown build, another Mooncake library or another
+// environment in this process). Threads: any; the first call sets environment variables, which is
+// not safe beside other threads' getenv.
 const Library& open_library(const OpenRequest& request);
 
 }  // namespace kvprism::mooncake

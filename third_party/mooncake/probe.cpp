@@ -168,7 +168,9 @@ std::string run_probe(const std::string& library, const std::string& master,
   }
   if (!in_time) {
     fail(ErrorCode::kTimedOut, kSubject,
-         {"probe", program + " " + library, "a verdict within " + std::to_string(limit.count()) + " s",
+         {"probe",
+          program + " " + library,
+          "a verdict within " + std::to_string(limit.count()) + " s",
           {}});
   }
   return output.substr(0, output.find('\n'));

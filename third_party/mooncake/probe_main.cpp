@@ -1,7 +1,9 @@
-// kvprism-mooncake-probe: exercises a Mooncake library in a process of its own, so that a crash is a verdict.
+// kvprism-mooncake-probe: exercises a Mooncake library in a process of its own, so that a crash is
+// a verdict.
 //
-//   kvprism-mooncake-probe LIBRARY [--master HOST:PORT] [--python LIBPYTHON]   one verdict line as JSON
-//   kvprism-mooncake-probe --list-json                                        the known builds as JSON
+//   kvprism-mooncake-probe LIBRARY [--master HOST:PORT] [--python LIBPYTHON]   one verdict line as
+//   JSON kvprism-mooncake-probe --list-json                                        the known builds
+//   as JSON
 //
 // Exit status: 0 verdict "ok", 1 any other verdict, 2 wrong use.
 #include <fcntl.h>
@@ -105,13 +107,8 @@ struct Object {
 
 std::vector<Object> make_objects() {
   const std::vector<std::vector<std::size_t>> shapes = {
-      {1},
-      {3, 4097},
-      {65537, 1, 4095},
-      {(1 << 20) + 13, 31},
-      {17, 17, 17, 17, 17, 17, 17},
-      {4096, 8192},
-      {999999},
+      {1},          {3, 4097}, {65537, 1, 4095}, {(1 << 20) + 13, 31}, {17, 17, 17, 17, 17, 17, 17},
+      {4096, 8192}, {999999},
   };
   std::vector<Object> objects;
   std::uint32_t seed = 1;
@@ -137,8 +134,9 @@ Verdict exercise(const mc::Library& library, const std::string& master) {
   const mc::StoreFunctions& store = library.store;
   const std::shared_ptr<mc::NativeClient> client = store.create();
   if (client == nullptr) return {"wrong_result", "create returned null"};
-  if (const int code = store.setup_real(client.get(), "127.0.0.1", "P2PHANDSHAKE", kSegmentBytes, 0,
-                                        "tcp", "", master, nullptr, "", false, "", "default", false, 0);
+  if (const int code =
+          store.setup_real(client.get(), "127.0.0.1", "P2PHANDSHAKE", kSegmentBytes, 0, "tcp", "",
+                           master, nullptr, "", false, "", "default", false, 0);
       code != 0) {
     return {"no_master", "set-up with " + master + " returned " + std::to_string(code)};
   }
@@ -176,7 +174,8 @@ Verdict exercise(const mc::Library& library, const std::string& master) {
   mc::Strings asked = keys;
   asked.push_back(keys.front() + "-absent");
   const std::vector<int> exist = store.batch_is_exist(client.get(), asked);
-  if (exist.size() != asked.size()) return {"wrong_result", "exists returned another number of results"};
+  if (exist.size() != asked.size())
+    return {"wrong_result", "exists returned another number of results"};
   for (std::size_t i = 0; i < exist.size(); ++i) {
     if (exist[i] != (i < keys.size() ? 1 : 0)) {
       return {"wrong_result", "exists of " + asked[i] + " returned " + std::to_string(exist[i])};
@@ -201,14 +200,16 @@ Verdict exercise(const mc::Library& library, const std::string& master) {
         return {"wrong_bytes", at(object, "segment " + std::to_string(j) + " differs")};
       }
       if (!source.margins_untouched() || !target.margins_untouched()) {
-        return {"wrong_bytes", at(object, "bytes beside segment " + std::to_string(j) + " changed")};
+        return {"wrong_bytes",
+                at(object, "bytes beside segment " + std::to_string(j) + " changed")};
       }
     }
   }
 
   const std::vector<int> absent = store.batch_get_into_multi_buffers(
       client.get(), {asked.back()}, {targets.front()}, {lengths.front()}, false);
-  if (absent.size() != 1 || absent[0] >= 0) return {"wrong_result", "get of an absent key succeeded"};
+  if (absent.size() != 1 || absent[0] >= 0)
+    return {"wrong_result", "get of an absent key succeeded"};
   for (const std::string& key : keys) store.remove(client.get(), key, true);
   if (const int code = store.health_check(client.get()); code != 0) {
     return {"wrong_result", "health_check returned " + std::to_string(code)};
@@ -216,7 +217,8 @@ Verdict exercise(const mc::Library& library, const std::string& master) {
   if (const int code = store.tear_down_all(client.get()); code != 0) {
     return {"wrong_result", "tearDownAll returned " + std::to_string(code)};
   }
-  return {std::string(mc::kVerdictOk), std::to_string(objects.size()) + " objects put, found and read back"};
+  return {std::string(mc::kVerdictOk),
+          std::to_string(objects.size()) + " objects put, found and read back"};
 }
 
 Verdict examine(const Arguments& arguments) {
@@ -302,8 +304,8 @@ int child_main(char** argv) {
 
 std::string to_line(const Verdict& verdict, const mc::LibraryFile& file, const std::string& hash) {
   using mc::json_quote;
-  return "{\"verdict\": " + json_quote(verdict.word) + ", \"detail\": " + json_quote(verdict.detail) +
-         ", \"library\": " + json_quote(file.path) +
+  return "{\"verdict\": " + json_quote(verdict.word) +
+         ", \"detail\": " + json_quote(verdict.detail) + ", \"library\": " + json_quote(file.path) +
          ", \"distribution\": " + json_quote(file.distribution) +
          ", \"version\": " + json_quote(file.version) +
          ", \"python_tag\": " + json_quote(file.python_tag) +

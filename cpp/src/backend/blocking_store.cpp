@@ -132,6 +132,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   std::array<std::deque<Request>, kKinds> queues;
   std::vector<std::shared_ptr<Running>> running;
   std::array<std::deque<Completion>, kSides> completions;
+  Wakeup wakeup;
   std::array<std::vector<OpId>, kSides> unquiet;
   std::array<bool, kSides> used{};
   std::array<bool, kSides> closed{};
@@ -159,6 +160,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   void publish(Kind kind, Completion completion) {
     completions[side_of(kind)].push_back(std::move(completion));
     changed.notify_all();
+    if (wakeup.call != nullptr) wakeup.call(wakeup.context);
   }
 
   void end_unstarted(Kind kind, OpId op, std::unique_ptr<ObjectBatch> batch, ItemStatus status) {
@@ -225,7 +227,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
         core->changed.notify_all();
       });
     } catch (const std::exception& error) {
-      // Without a thread the client is never torn down, so what is unquiet stays so: held, never wrong.
+      // Without a thread the client is never torn down, so what is unquiet stays so: held, never
+      // wrong.
       graves.pop_back();
       for (Worker& lane : generation->lanes) {
         if (lane.thread.joinable()) lane.thread.detach();
@@ -266,7 +269,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     changed.notify_all();
   }
 
-  // Doubles with every failure, and varies by a quarter so that many workers do not come back at once (R51).
+  // Doubles with every failure, and varies by a quarter so that many workers do not come back at
+  // once (R51).
   std::chrono::nanoseconds pause() noexcept {
     const unsigned doublings = std::min(failures == 0 ? 0u : failures - 1, 20u);
     const std::int64_t base = std::min(options.first_retry.ns << doublings, options.max_retry.ns);
@@ -409,7 +413,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     }
   }
 
-  // The call has returned: everything it wrote is visible to whoever takes the completion under the mutex (R56).
+  // The call has returned: everything it wrote is visible to whoever takes the completion under the
+  // mutex (R56).
   void finish(Running& call, CallEnd end) {
     Generation& generation = *call.generation;
     if (call.abandoned) {
@@ -462,8 +467,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
       reap();
       consider_attempt(now, next);
       care_wake = next;
-      care_wakes.wait_until(lock, next,
-                            [&] { return stop_care || care_wake == TimePoint::min() || can_reap(); });
+      care_wakes.wait_until(
+          lock, next, [&] { return stop_care || care_wake == TimePoint::min() || can_reap(); });
     }
   }
 
@@ -498,10 +503,12 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   bool can_reap() const {
     return (maker != nullptr && maker->done) ||
-           std::any_of(graves.begin(), graves.end(), [](const Worker& grave) { return grave.done; });
+           std::any_of(graves.begin(), graves.end(),
+                       [](const Worker& grave) { return grave.done; });
   }
 
-  // The threads have released the mutex for good when `done` is seen under it, so joining them is short.
+  // The threads have released the mutex for good when `done` is seen under it, so joining them is
+  // short.
   void reap() {
     if (maker != nullptr && maker->done) maker.reset();
     for (auto grave = graves.begin(); grave != graves.end();) {
@@ -672,9 +679,8 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
       if (error == nullptr) {
         error = std::make_exception_ptr(
             Error(ErrorCode::kTimedOut, std::string(kSubject),
-                  {{"set-up", "no client", "one within " +
-                                               std::to_string(options.setup_timeout.ns / 1'000'000) +
-                                               " ms",
+                  {{"set-up", "no client",
+                    "one within " + std::to_string(options.setup_timeout.ns / 1'000'000) + " ms",
                     "the service accepts connections but does not answer"}}));
       }
     } else {
@@ -690,7 +696,8 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
 
 BlockingStore::~BlockingStore() {
   if (core_->in_child()) {
-    // The threads live in the parent only: neither they nor their handles may be touched here (R71).
+    // The threads live in the parent only: neither they nor their handles may be touched here
+    // (R71).
     static_cast<void>(new std::shared_ptr<Core>(core_));
     return;
   }
@@ -773,6 +780,11 @@ bool BlockingStore::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Inst
 bool BlockingStore::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                               Instant deadline) {
   return core_->start(kGet, op, batch, now, deadline);
+}
+
+void BlockingStore::set_wakeup(Wakeup wakeup) {
+  const Lock lock(core_->mutex);
+  core_->wakeup = wakeup;
 }
 
 bool BlockingStore::poll_store(Instant, Completion& out) { return core_->poll(kStore, out); }

@@ -48,7 +48,8 @@ std::string joined(const std::vector<std::string>& words, std::string_view separ
   return text;
 }
 
-// Mooncake takes signals over when it thinks that no Python is there; whatever it does, this thread keeps its mask.
+// Mooncake takes signals over when it thinks that no Python is there; whatever it does, this thread
+// keeps its mask.
 class KeepSignalMask {
  public:
   KeepSignalMask() noexcept { pthread_sigmask(SIG_SETMASK, nullptr, &mask_); }
@@ -75,7 +76,8 @@ class NameNewThreads {
   std::array<char, 16> before_{};
 };
 
-// Calls `native`; an exception of Mooncake's becomes an empty answer, because none may cross into our threads.
+// Calls `native`; an exception of Mooncake's becomes an empty answer, because none may cross into
+// our threads.
 template <class Native>
 auto guarded(const char* what, Native&& native) noexcept -> decltype(native()) {
   try {
@@ -220,8 +222,7 @@ class MooncakeClient final : public BlockingClient {
 
   void register_region(const Region& region) override {
     const auto refuse = [&](ErrorCode code, std::string expected, std::string hint) {
-      fail(code, kSubject,
-           {"region", describe(region), std::move(expected), std::move(hint)});
+      fail(code, kSubject, {"region", describe(region), std::move(expected), std::move(hint)});
     };
     if (in_child()) refuse(ErrorCode::kClosed, "the process that made the client", {});
     if (region.base == nullptr || region.length == 0) {
@@ -252,8 +253,7 @@ class MooncakeClient final : public BlockingClient {
       std::string hint;
       if (protocol_ == "rdma") {
         const detail::MemoryLock lock = detail::read_memory_lock();
-        const auto problems =
-            detail::check_memory_lock(lock.limit, region.length, lock.privileged);
+        const auto problems = detail::check_memory_lock(lock.limit, region.length, lock.privileged);
         if (!problems.empty()) hint = problems[0].hint;
       }
       refuse(ErrorCode::kUnavailable,
@@ -309,7 +309,8 @@ class MooncakeClient final : public BlockingClient {
   bool refuse_all(const ObjectBatch& batch, std::span<ItemResult> results) noexcept {
     if (batch.keys.empty()) return true;
     bool refuse = native_ == nullptr || in_child();
-    // While the master is known to be silent, a cheap connection attempt spares the 4.4 s that each native call takes.
+    // While the master is known to be silent, a cheap connection attempt spares the 4.4 s that each
+    // native call takes.
     if (!refuse && master_silent_.load(std::memory_order_relaxed)) {
       refuse = !guarded("connect", [&] {
         return detail::connect_failure(master_, std::min(connect_timeout_, milliseconds(200)))
@@ -328,7 +329,8 @@ class MooncakeClient final : public BlockingClient {
     }
   }
 
-  // Runs `body`; if our own code runs out of memory, the call counts as failed and what it started as not quiet.
+  // Runs `body`; if our own code runs out of memory, the call counts as failed and what it started
+  // as not quiet.
   template <class Body>
   CallEnd contained(const char* what, std::span<ItemResult> results, CallEnd& end,
                     Body&& body) noexcept {
@@ -428,8 +430,8 @@ class MooncakeClient final : public BlockingClient {
     }
   }
 
-  // A buffer larger than the object is answered with "transfer failed" before anything is transferred; the size tells
-  // that case from a transfer that went wrong.
+  // A buffer larger than the object is answered with "transfer failed" before anything is
+  // transferred; the size tells that case from a transfer that went wrong.
   bool has_other_size(const std::string& key, std::uint64_t expected) noexcept {
     const std::int64_t size =
         guarded("getSize", [&] { return native_functions_.get_size(native_.get(), key); });
@@ -456,8 +458,8 @@ void check_master(const MooncakeOptions& options, const HostPort& master) {
   fail(ErrorCode::kUnavailable, kSubject,
        {"master", kvprism::to_string(master),
         "a mooncake_master that accepts connections, but: " + reason,
-        "start one with `mooncake_master -rpc_port=" +
-            std::to_string(master.port.value_or(0)) + "`, or correct the address"});
+        "start one with `mooncake_master -rpc_port=" + std::to_string(master.port.value_or(0)) +
+            "`, or correct the address"});
 }
 
 void check_rdma(const MooncakeOptions& options) {
@@ -522,7 +524,8 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
     try {
       const HostPort address = parse_host_port(text, path);
       if (needs_port && address.port.value_or(0) == 0) {
-        problems.add(path, text, "a port between 1 and 65535 after the host", "e.g. 127.0.0.1:50051");
+        problems.add(path, text, "a port between 1 and 65535 after the host",
+                     "e.g. 127.0.0.1:50051");
       }
     } catch (const Error& error) {
       problems.append(error.problems());
@@ -552,16 +555,17 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
                  suggest(options.protocol, kProtocols));
   }
   if (options.protocol == "tcp" && !options.rdma_devices.empty()) {
-    problems.add("rdma_devices", joined(options.rdma_devices, ","), "nothing with protocol tcp", {});
+    problems.add("rdma_devices", joined(options.rdma_devices, ","), "nothing with protocol tcp",
+                 {});
   }
   for (std::size_t i = 0; i < options.rdma_devices.size(); ++i) {
     const std::string& name = options.rdma_devices[i];
     const std::string path = "rdma_devices[" + std::to_string(i) + "]";
     if (name.empty() || name.find_first_of(" \t,") != std::string::npos) {
       problems.add(path, name, "one device name without blanks or commas", {});
-    } else if (std::find(options.rdma_devices.begin(), options.rdma_devices.begin() +
-                             static_cast<std::ptrdiff_t>(i), name) !=
-               options.rdma_devices.begin() + static_cast<std::ptrdiff_t>(i)) {
+    } else if (std::find(options.rdma_devices.begin(),
+                         options.rdma_devices.begin() + static_cast<std::ptrdiff_t>(i),
+                         name) != options.rdma_devices.begin() + static_cast<std::ptrdiff_t>(i)) {
       problems.add(path, name, "each device once", {});
     }
   }
@@ -594,11 +598,12 @@ std::string find_mooncake_library(const MooncakeOptions& options) {
     const std::vector<mooncake::LibraryFile> found = mooncake::list_site_packages(folder);
     if (!found.empty()) return found.front().path;
   }
-  fail(ErrorCode::kNotFound, "Mooncake library",
-       {"library", folders.empty() ? "no folder to search" : "searched " + joined(folders, ", "),
-        "an installed distribution that lists mooncake/store.so",
-        "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1, or give the path as `library` "
-        "or in KVPRISM_MOONCAKE_LIBRARY"});
+  fail(
+      ErrorCode::kNotFound, "Mooncake library",
+      {"library", folders.empty() ? "no folder to search" : "searched " + joined(folders, ", "),
+       "an installed distribution that lists mooncake/store.so",
+       "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1, or give the path as `library` "
+       "or in KVPRISM_MOONCAKE_LIBRARY"});
 }
 
 BlockingClientFactory mooncake_client_factory(MooncakeOptions options) {

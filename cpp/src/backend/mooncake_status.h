@@ -14,8 +14,9 @@ enum class MooncakeCall : std::uint8_t { kExists, kPut, kGet };
 // Result of one item. `expected` is the object's size in bytes (get only).
 ItemResult mooncake_item(MooncakeCall call, std::int64_t code, std::uint64_t expected) noexcept;
 
-// The call may have returned while native code goes on with its memory: Mooncake waits 60 s for a transfer and does
-// not cancel it, and a failed RPC does not say how far the transfer had come (R53).
+// The call may have returned while native code goes on with its memory: Mooncake waits 60 s for a
+// transfer and does not cancel it, and a failed RPC does not say how far the transfer had come
+// (R53).
 bool mooncake_may_have_given_up(std::int64_t code, std::chrono::nanoseconds took) noexcept;
 
 // The client is known to be of no use any more.

@@ -115,28 +115,31 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
                                         const std::string& folder) {
   std::vector<Problem> problems;
   if (present.empty()) {
-    problems.push_back({"protocol", "rdma", "at least one RDMA device in " + folder,
-                        "the folder is empty or missing: load the driver, pass the devices into the "
-                        "container, or choose protocol tcp"});
+    problems.push_back(
+        {"protocol", "rdma", "at least one RDMA device in " + folder,
+         "the folder is empty or missing: load the driver, pass the devices into the "
+         "container, or choose protocol tcp"});
     return problems;
   }
   std::string list;
   for (const std::string& name : present) list += list.empty() ? name : ", " + name;
   for (std::size_t i = 0; i < wanted.size(); ++i) {
     if (std::find(present.begin(), present.end(), wanted[i]) != present.end()) continue;
-    problems.push_back({"rdma_devices[" + std::to_string(i) + "]", wanted[i],
-                        "one of the devices in " + folder + ": " + list, {}});
+    problems.push_back({"rdma_devices[" + std::to_string(i) + "]",
+                        wanted[i],
+                        "one of the devices in " + folder + ": " + list,
+                        {}});
   }
   return problems;
 }
 
-std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed,
-                                       bool privileged) {
+std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed, bool privileged) {
   if (privileged || needed <= limit) return {};
-  return {{"memory lock limit", std::to_string(limit) + " bytes",
-           "at least " + std::to_string(needed) + " bytes, which RDMA must lock",
-           "raise it with `ulimit -l unlimited`; in a container start it with `--ulimit memlock=-1` "
-           "or the capability IPC_LOCK"}};
+  return {
+      {"memory lock limit", std::to_string(limit) + " bytes",
+       "at least " + std::to_string(needed) + " bytes, which RDMA must lock",
+       "raise it with `ulimit -l unlimited`; in a container start it with `--ulimit memlock=-1` "
+       "or the capability IPC_LOCK"}};
 }
 
 MemoryLock read_memory_lock() noexcept {

@@ -1,4 +1,5 @@
-// Checks made before Mooncake is asked, because its own failures are silent or slow (R54, R67, R68).
+// Checks made before Mooncake is asked, because its own failures are silent or slow (R54, R67,
+// R68).
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 
 namespace kvprism::detail {
 
-// Empty when a TCP connection to the address was accepted within `limit`, otherwise the reason. Never waits longer:
-// a name that resolves too slowly counts as no answer.
+// Empty when a TCP connection to the address was accepted within `limit`, otherwise the reason.
+// Never waits longer: a name that resolves too slowly counts as no answer.
 std::string connect_failure(const HostPort& address, Duration limit);
 
 // Names in `folder`, sorted; empty when there is none or no such folder.

@@ -54,9 +54,10 @@ class RegionTable {
   }
   // The first region that begins behind `base`.
   std::vector<Region>::const_iterator after(const std::byte* base) const noexcept {
-    return std::upper_bound(
-        regions_.begin(), regions_.end(), base,
-        [](const std::byte* at, const Region& region) { return address(at) < address(region.base); });
+    return std::upper_bound(regions_.begin(), regions_.end(), base,
+                            [](const std::byte* at, const Region& region) {
+                              return address(at) < address(region.base);
+                            });
   }
 
   std::vector<Region> regions_;

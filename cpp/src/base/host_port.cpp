@@ -58,7 +58,8 @@ HostPort parse_host_port(std::string_view text, std::string_view path) {
   }
   const auto colons = std::count(text.begin(), text.end(), ':');
   if (colons > 1) {
-    if (!is_ipv6(text)) refuse("an IPv6 address", "write an IPv6 address with a port as [address]:port");
+    if (!is_ipv6(text))
+      refuse("an IPv6 address", "write an IPv6 address with a port as [address]:port");
     result.host = std::string(text);
     return result;
   }

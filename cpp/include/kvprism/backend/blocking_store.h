@@ -1,4 +1,5 @@
-// Turns clients whose calls block into an asynchronous store: the only room that starts threads (decision 11).
+// Turns clients whose calls block into an asynchronous store: the only room that starts threads
+// (decision 11).
 #pragma once
 
 #include <cstddef>
@@ -13,14 +14,17 @@
 namespace kvprism {
 
 struct BlockingStoreOptions {
-  std::size_t queue_limit = 256;             // operations waiting, per kind (put, get, exists)
-  Duration stuck_after = seconds(65);        // a call that takes longer is given up; Mooncake's own wait is 60 s
-  Duration setup_timeout = seconds(15);      // how long the constructor waits for the first client
-  Duration first_retry = milliseconds(100);  // pause after a failure to make a client; doubles each time
-  Duration max_retry = seconds(10);          // longest pause
-  std::uint32_t max_attempts = 0;            // consecutive failures before giving up for good; 0: never
-  std::uint32_t max_retired = 8;             // retired clients that still have calls; at the limit none is made
-  Duration close_budget = seconds(5);        // of the destructor
+  std::size_t queue_limit = 256;  // operations waiting, per kind (put, get, exists)
+  Duration stuck_after =
+      seconds(65);  // a call that takes longer is given up; Mooncake's own wait is 60 s
+  Duration setup_timeout = seconds(15);  // how long the constructor waits for the first client
+  Duration first_retry =
+      milliseconds(100);             // pause after a failure to make a client; doubles each time
+  Duration max_retry = seconds(10);  // longest pause
+  std::uint32_t max_attempts = 0;    // consecutive failures before giving up for good; 0: never
+  std::uint32_t max_retired =
+      8;  // retired clients that still have calls; at the limit none is made
+  Duration close_budget = seconds(5);  // of the destructor
 };
 
 struct BlockingStoreCounters {
@@ -44,18 +48,20 @@ struct BlockingStoreCounters {
   bool usable = false;                // a client is there: the circuit is closed
 };
 
-// Each kind of call has one thread per client ("kvp-put", "kvp-get", "kvp-look"). A client whose call came back unquiet
-// or broken, or did not come back within stuck_after, is retired: its waiting operations end as kUnavailable, a new
-// client is made (thread "kvp-make"), gets all regions, and takes over. The retired client is torn down (thread
-// "kvp-grave") once its calls have returned; only then do its unfinished operations become quiet. While no client is
-// usable, operations end at once as kUnavailable. Thread "kvp-care" watches deadlines.
+// Each kind of call has one thread per client ("kvp-put", "kvp-get", "kvp-look"). A client whose
+// call came back unquiet or broken, or did not come back within stuck_after, is retired: its
+// waiting operations end as kUnavailable, a new client is made (thread "kvp-make"), gets all
+// regions, and takes over. The retired client is torn down (thread "kvp-grave") once its calls have
+// returned; only then do its unfinished operations become quiet. While no client is usable,
+// operations end at once as kUnavailable. Thread "kvp-care" watches deadlines.
 //
-// Ownership: owns its clients and threads; the factory must stay callable. The destructor waits for close_budget and
-// leaves hung threads behind with the state they need: memory of unquiet operations must then stay mapped.
-// Threads: the store's calls and the index's calls from one thread at a time each; both may run beside each other.
-// add_region and remove_region wait for native calls. counters() and wait_for_completion() from any thread.
-// Errors: the constructor throws the factory's Error, or kTimedOut after setup_timeout; a late client is torn down.
-// In a forked child nothing starts, polls or waits.
+// Ownership: owns its clients and threads; the factory must stay callable. The destructor waits for
+// close_budget and leaves hung threads behind with the state they need: memory of unquiet
+// operations must then stay mapped. Threads: the store's calls and the index's calls from one
+// thread at a time each; both may run beside each other. add_region and remove_region wait for
+// native calls. counters() and wait_for_completion() from any thread. Errors: the constructor
+// throws the factory's Error, or kTimedOut after setup_timeout; a late client is torn down. In a
+// forked child nothing starts, polls or waits.
 class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
  public:
   explicit BlockingStore(BlockingClientFactory factory, BlockingStoreOptions options = {});
@@ -70,8 +76,11 @@ class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
                  Instant deadline) override;
   bool start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                  Instant deadline) override;
+  // Called for every completion of either side.
+  void set_wakeup(Wakeup wakeup) override;
   bool poll_store(Instant now, Completion& out) override;
-  // When the index is closed too, or was never used, the client is torn down within what is left of the budget.
+  // When the index is closed too, or was never used, the client is torn down within what is left of
+  // the budget.
   CloseReport close_store(Duration budget) override;
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,

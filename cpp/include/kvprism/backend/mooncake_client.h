@@ -15,15 +15,15 @@
 
 namespace kvprism {
 
-// A build of Mooncake's store library whose binary interface we know. A library is used only when one of these rows
-// has its build-id: equal symbols do not mean equal structs.
+// A build of Mooncake's store library whose binary interface we know. A library is used only when
+// one of these rows has its build-id: equal symbols do not mean equal structs.
 struct MooncakeAbiRow {
   std::string_view distribution;  // as in its metadata, e.g. "mooncake-transfer-engine-non-cuda"
   std::string_view version;       // e.g. "0.3.13.post1"
   std::string_view python_tag;    // e.g. "cp311"
   std::string_view library;       // path in site-packages, e.g. "mooncake/store.so"
   std::string_view build_id;      // GNU build-id, lower-case hex
-  bool exercised;                 // true: moved bytes in our tests; false: symbols and machine code compared only
+  bool exercised;  // true: moved bytes in our tests; false: symbols and machine code compared only
 };
 
 // Every known build. Threads: any; the span is constant.
@@ -35,24 +35,27 @@ enum class UnknownBuild : std::uint8_t {
 };
 
 struct MooncakeOptions {
-  // Path of the store library. Empty: environment variable KVPRISM_MOONCAKE_LIBRARY, then the distributions installed
-  // in `site_packages`, then those of the active virtual environment and of the python3 on PATH.
+  // Path of the store library. Empty: environment variable KVPRISM_MOONCAKE_LIBRARY, then the
+  // distributions installed in `site_packages`, then those of the active virtual environment and of
+  // the python3 on PATH.
   std::string library;
   std::vector<std::string> site_packages;
-  // Path of libpython, used only when no Python is in the process. Empty: KVPRISM_LIBPYTHON, then searched.
+  // Path of libpython, used only when no Python is in the process. Empty: KVPRISM_LIBPYTHON, then
+  // searched.
   std::string python_library;
   UnknownBuild unknown_build = UnknownBuild::kRefuse;
 
-  std::string master;                             // "host:port" of mooncake_master
-  std::string local_hostname = "127.0.0.1";       // under which other clients reach this one
-  std::string metadata_server = "P2PHANDSHAKE";   // or a URL with a scheme
-  std::string protocol = "tcp";                   // "tcp" or "rdma"
-  std::vector<std::string> rdma_devices;          // rdma only; empty: Mooncake chooses
-  std::int64_t global_segment_size = 0;           // bytes given to the pool; 0 or at least 16 MiB
-  std::int64_t local_buffer_size = 0;             // bytes of Mooncake's staging buffer; 0 or at least 16 MiB
-  std::uint32_t max_slices_per_call = 512;        // 1..1024: above it, TCP clogs for a minute
-  std::uint64_t max_bytes_per_call = 256u << 20;  // offered to the worker as a capability; 0: no limit
-  Duration connect_timeout = seconds(2);          // for the master's port
+  std::string master;                            // "host:port" of mooncake_master
+  std::string local_hostname = "127.0.0.1";      // under which other clients reach this one
+  std::string metadata_server = "P2PHANDSHAKE";  // or a URL with a scheme
+  std::string protocol = "tcp";                  // "tcp" or "rdma"
+  std::vector<std::string> rdma_devices;         // rdma only; empty: Mooncake chooses
+  std::int64_t global_segment_size = 0;          // bytes given to the pool; 0 or at least 16 MiB
+  std::int64_t local_buffer_size = 0;  // bytes of Mooncake's staging buffer; 0 or at least 16 MiB
+  std::uint32_t max_slices_per_call = 512;  // 1..1024: above it, TCP clogs for a minute
+  std::uint64_t max_bytes_per_call = 256u
+                                     << 20;  // offered to the worker as a capability; 0: no limit
+  Duration connect_timeout = seconds(2);     // for the master's port
   // Set before the library is opened for the first time in the process, never after.
   std::vector<std::pair<std::string, std::string>> environment;
   std::string rdma_device_folder = "/sys/class/infiniband";
@@ -64,11 +67,12 @@ KVPRISM_API std::vector<Problem> validate_mooncake_options(const MooncakeOptions
 // The store library that the options select. Throws Error (kNotFound) that says where it looked.
 KVPRISM_API std::string find_mooncake_library(const MooncakeOptions& options);
 
-// A factory of connected clients. Throws Error (kInvalidConfig) with all problems. The factory itself throws Error:
-// kNotFound (library, symbol, libpython, RDMA device), kUnsupported (unknown build, another library open already),
-// kUnavailable (master does not accept within `connect_timeout`, or set-up fails).
-// The clients cut calls at max_slices_per_call, refuse items per key, and check every segment against their regions.
-// Threads: the factory may be called from any thread. In a forked child every call of a client ends as kUnavailable.
+// A factory of connected clients. Throws Error (kInvalidConfig) with all problems. The factory
+// itself throws Error: kNotFound (library, symbol, libpython, RDMA device), kUnsupported (unknown
+// build, another library open already), kUnavailable (master does not accept within
+// `connect_timeout`, or set-up fails). The clients cut calls at max_slices_per_call, refuse items
+// per key, and check every segment against their regions. Threads: the factory may be called from
+// any thread. In a forked child every call of a client ends as kUnavailable.
 KVPRISM_API BlockingClientFactory mooncake_client_factory(MooncakeOptions options);
 
 }  // namespace kvprism

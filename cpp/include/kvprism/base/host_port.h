@@ -18,8 +18,8 @@ struct HostPort {
   bool operator==(const HostPort&) const = default;
 };
 
-// Accepts "host", "host:80", "1.2.3.4:80", "::1", "fe80::1%eth0", "[::1]" and "[::1]:80". A bare IPv6 address never
-// carries a port. Throws Error (kInvalidConfig) whose problem has path `path`.
+// Accepts "host", "host:80", "1.2.3.4:80", "::1", "fe80::1%eth0", "[::1]" and "[::1]:80". A bare
+// IPv6 address never carries a port. Throws Error (kInvalidConfig) whose problem has path `path`.
 KVPRISM_API HostPort parse_host_port(std::string_view text, std::string_view path = "address");
 
 // Inverse of parse_host_port; puts the brackets back around an IPv6 address that has a port.
