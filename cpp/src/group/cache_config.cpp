@@ -375,9 +375,12 @@ class DuplicateKeys {
     std::string text;
     for (const Frame& frame : frames_) {
       if (frame.is_array) {
-        text += "[" + std::to_string(frame.next - 1) + "]";
+        text += '[';
+        text += std::to_string(frame.next - 1);
+        text += ']';
       } else {
-        text += (text.empty() ? "" : ".") + frame.key;
+        if (!text.empty()) text += '.';
+        text += frame.key;
       }
     }
     return text;

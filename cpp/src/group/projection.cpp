@@ -44,7 +44,7 @@ void add_group_facts(const ResolvedGroup& group, std::vector<DigestFact>& facts)
   const std::string path = detail::group_path(raw(group.id)) + ".";
   const SpecTraits& traits = group.traits;
   std::string hit(to_string(traits.hit));
-  if (traits.window != 0U) hit += "(" + std::to_string(traits.window.get()) + ")";
+  if (traits.window != 0U) hit.append("(").append(std::to_string(traits.window.get())).append(")");
   facts.push_back({path + "kind", group.spec.kind});
   facts.push_back({path + "tokens_per_block", std::to_string(group.tokens_per_block)});
   facts.push_back({path + "prefix_cacheable", yes_no(traits.prefix_cacheable)});
