@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "kvprism/backend/blocking_store.h"
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/memory_store.h"
 #include "kvprism/backend/wake_signal.h"
@@ -112,6 +113,31 @@ bool thread_exists(const std::string& name) {
   return false;
 }
 
+// Takes a moment for every call, as a network does.
+class SlowClient final : public BlockingClient {
+ public:
+  StoreCapabilities capabilities() const override { return {"slow", 0, 0, false}; }
+  CallEnd exists(const ObjectBatch&, std::span<ItemResult> results) noexcept override {
+    return answer(results);
+  }
+  CallEnd put(const ObjectBatch&, std::span<ItemResult> results) noexcept override {
+    return answer(results);
+  }
+  CallEnd get(const ObjectBatch&, std::span<ItemResult> results) noexcept override {
+    return answer(results);
+  }
+  void register_region(const Region&) override {}
+  void unregister_region(const Region&) noexcept override {}
+  void tear_down() noexcept override {}
+
+ private:
+  static CallEnd answer(std::span<ItemResult> results) noexcept {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (ItemResult& result : results) result = {ItemStatus::kOk, 128};
+    return {};
+  }
+};
+
 // Never answers, and counts how often it was closed.
 class SilentStore final : public ObjectStore {
  public:
@@ -206,6 +232,20 @@ TEST(PumpThread, MovesWithoutANoticeWithinTheInterval) {
   ASSERT_TRUE(
       rank.worker->submit(rank.plan(JobKind::kSave, 1, 1, 1).view(), ReadyToken::host()).accepted);
   EXPECT_EQ(wait_for(*rank.worker, pump).outcome, JobOutcome::kOk);
+}
+
+TEST(PumpThread, AStoreWithThreadsEndsItsSleep) {
+  Rank rank(std::make_shared<BlockingStore>([] { return std::make_unique<SlowClient>(); }));
+  PumpThread pump(rank.worker, rank.store, {seconds(60), seconds(60)});
+  const Instant before = monotonic_now();
+  for (std::uint64_t job = 1; job <= 5; ++job) {
+    ASSERT_TRUE(rank.worker->submit(rank.plan(JobKind::kSave, job, 1, 1).view(), ReadyToken::host())
+                    .accepted);
+    pump.notify();
+    EXPECT_EQ(wait_for(*rank.worker, pump).outcome, JobOutcome::kOk);
+  }
+  EXPECT_LT(monotonic_now() - before, seconds(30));
+  EXPECT_EQ(pump.stop(seconds(1)).unquiet, 0u);
 }
 
 TEST(PumpThread, ASaveWaitsForItsToken) {
