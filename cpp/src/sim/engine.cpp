@@ -112,7 +112,7 @@ bool Engine::pump(Instant now) {
   Impl& e = *impl_;
   bool moved = false;
   for (const EngineRank& rank : e.ranks) {
-    moved |= rank.worker->pump(now);
+    if (e.options.pump_workers) moved |= rank.worker->pump(now);
     while (rank.worker->poll(e.report)) {
       moved = true;
       if (!e.observer->hold_report(e.report)) e.scheduler->report(e.report, now);

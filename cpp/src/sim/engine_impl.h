@@ -1,6 +1,7 @@
 // The inside of the simulated engine, shared by its source files.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -18,14 +19,14 @@ namespace kvprism::sim {
 
 inline constexpr std::uint32_t kVocabulary = 1u << 16;
 
-// Fires when the step's bytes are in memory.
+// Fires when the step's bytes are in memory; may be asked by another thread.
 class StepFence final : public ReadySource {
  public:
   ReadyState query() noexcept override { return fired_ ? ReadyState::kReady : ReadyState::kPending; }
   void fire() noexcept { fired_ = true; }
 
  private:
-  bool fired_ = false;
+  std::atomic<bool> fired_{false};
 };
 
 // A block that a load writes.

@@ -47,10 +47,11 @@ constexpr std::uint32_t kDrainTurns = 5000;
 // One engine from its start to its restart. Members go in reverse: the engine first, the memory last.
 struct Life {
   std::uint64_t epoch = 0;
-  std::shared_ptr<SimMemory> memory;
-  std::shared_ptr<FaultInjector> injector;
+  std::vector<std::shared_ptr<SimMemory>> memories;       // by rank
+  std::vector<std::shared_ptr<FaultInjector>> injectors;  // by rank
+  std::shared_ptr<FaultInjector> index;
   std::shared_ptr<StoreScheduler> scheduler;
-  std::shared_ptr<StoreWorker> worker;
+  std::vector<std::shared_ptr<StoreWorker>> workers;      // by rank
   std::unique_ptr<JobJudge> judge;
   std::unique_ptr<Engine> engine;
 };
@@ -74,7 +75,7 @@ class WorldRun {
         projection_(Projection::make(config_.cache, SpecRegistry::builtin())),
         schema_(KeySchema::kvprism(projection_, facts())),
         pool_(std::make_shared<MemoryPool>(config_.pool)),
-        objects_(model_groups(*projection_)),
+        objects_(model_groups(*projection_), config_.cache.parallel.tp),
         step_tokens_(model_step(objects_.groups())) {
     if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
     fit_prompts();
@@ -158,39 +159,53 @@ class WorldRun {
 
   void start_life() {
     life_.epoch = random_.next() | 1;
-    life_.memory = std::make_shared<SimMemory>(*projection_, SimMemoryOptions{config_.guard_bytes, true});
-    const auto store = std::make_shared<MemoryStore>(pool_, config_.store);
+    std::vector<EngineRank> ranks;
+    for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
+      const auto memory = std::make_shared<SimMemory>(*projection_, SimMemoryOptions{config_.guard_bytes, true});
+      config_.faults.seed = random_.next();
+      const auto injector =
+          std::make_shared<FaultInjector>(std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
+      StoreWorkerOptions worker = config_.worker;
+      worker.rank = Rank{r};
+      worker.position = rank_position(worker.rank, config_.cache.parallel);
+      life_.memories.push_back(memory);
+      life_.injectors.push_back(injector);
+      life_.workers.push_back(std::make_shared<StoreWorker>(
+          schema_, SegmentMap::make(projection_, memory->tensors()), injector, worker));
+      ranks.push_back({life_.workers.back(), memory});
+    }
     config_.faults.seed = random_.next();
-    life_.injector = std::make_shared<FaultInjector>(store, store, config_.faults);
-    StoreSchedulerOptions scheduler = config_.scheduler;
-    scheduler.epoch = life_.epoch;
-    life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.injector, scheduler);
-    life_.worker = std::make_shared<StoreWorker>(schema_, SegmentMap::make(projection_, life_.memory->tensors()),
-                                                 life_.injector, config_.worker);
+    life_.index =
+        std::make_shared<FaultInjector>(nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
+    config_.scheduler.epoch = life_.epoch;
+    config_.scheduler.ranks = config_.cache.parallel.tp;
+    life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.index, config_.scheduler);
     life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler, config_.clean, step_tokens_);
     life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
     life_.judge->set_now(now_);
-    life_.engine = std::make_unique<Engine>(projection_, life_.scheduler,
-                                            std::vector<EngineRank>{{life_.worker, life_.memory}}, config_.engine,
+    life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks), config_.engine,
                                             life_.judge.get());
   }
 
   void end_life(bool drained) {
     life_.engine->finish_step(now_);
-    const CloseReport closed = life_.worker->close(now_, drained || random_.chance(1, 2) ? seconds(1) : Duration{});
-    life_.injector->close_index({});
-    WorkerReport report;
-    while (life_.worker->poll(report)) {
-      life_.judge->hold_report(report);
-      stale_.push_back(report);
+    const Duration budget = drained || random_.chance(1, 2) ? seconds(1) : Duration{};
+    for (std::uint32_t r = 0; r < life_.workers.size(); ++r) {
+      const CloseReport closed = life_.workers[r]->close(now_, budget);
+      WorkerReport report;
+      while (life_.workers[r]->poll(report)) {
+        life_.judge->hold_report(report);
+        stale_.push_back(report);
+      }
+      const std::string broken = life_.judge->check_closed(r, closed.unquiet);
+      if (!broken.empty()) fail("close", broken);
+      if (drained && closed.unquiet != 0) fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
     }
+    life_.index->close_index({});
+    if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
     channel_.clear();
     queue_.clear();
     while (stale_.size() > 4) stale_.pop_front();
-    const std::string broken = life_.judge->check_closed(closed.unquiet);
-    if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
-    if (!broken.empty()) fail("close", broken);
-    if (drained && closed.unquiet != 0) fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
 
     WorldTotals& totals = result_.totals;
     const EngineStats& stats = life_.engine->stats();
@@ -202,14 +217,18 @@ class WorldRun {
     totals.external_hit_tokens += stats.external_hit_tokens;
     totals.loads += life_.judge->loads();
     totals.jobs += life_.judge->jobs();
-    for (const FaultCount& row : life_.injector->table()) totals.faults[static_cast<std::size_t>(row.kind)] += row.raised;
+    const auto add_faults = [&](const FaultInjector& injector) {
+      for (const FaultCount& row : injector.table()) totals.faults[static_cast<std::size_t>(row.kind)] += row.raised;
+    };
+    add_faults(*life_.index);
+    for (const auto& injector : life_.injectors) add_faults(*injector);
     count(WorldFault::kPreemption, stats.preemptions);
     count(WorldFault::kDetachedLoad, stats.loads_detached);
     count(WorldFault::kPartialLoad, stats.loads_partial);
     count(WorldFault::kQuarantine, life_.scheduler->counters().ledger.quarantined);
 
     // Native code may still own parts of it.
-    graveyard_.push_back(life_.memory);
+    graveyard_.insert(graveyard_.end(), life_.memories.begin(), life_.memories.end());
     life_ = Life();
     live_.clear();
     leaving_.clear();
@@ -233,7 +252,7 @@ class WorldRun {
       abort_event();
     } else if (roll < 955) {
       trace("hung operations go on");
-      life_.injector->release_hung();
+      release_hung();
     } else if (roll < 965) {
       object_event();
     } else if (roll < 975) {
@@ -250,6 +269,10 @@ class WorldRun {
       start_life();
     }
     take_finished();
+  }
+
+  void release_hung() {
+    for (const auto& injector : life_.injectors) injector->release_hung();
   }
 
   void step_event() {
@@ -424,7 +447,7 @@ class WorldRun {
     if (wrong == 1) plan.ids[0] = BlockId{static_cast<std::int32_t>(projection_->num_blocks())};
     if (wrong == 2) plan.runs[0].group = StoreIndex{static_cast<std::uint32_t>(projection_->num_store_groups())};
     if (wrong == 3) plan.epoch ^= 2;  // known only once a first plan has come
-    const SubmitResult answer = life_.worker->submit(plan.view(), ReadyToken::host());
+    const SubmitResult answer = life_.workers[random_.below(life_.workers.size())]->submit(plan.view(), ReadyToken::host());
     if (answer.accepted) {
       static constexpr std::array<const char*, 4> kWhat{"digest", "block id", "store group", "epoch"};
       fail("foreign plan", std::string("a worker takes a plan with another ") + kWhat[wrong]);
@@ -485,12 +508,13 @@ class WorldRun {
 
   // No more work and no more faults: everything must come to its end.
   void drain() {
-    life_.injector->set_plan(FaultPlan{});
+    life_.index->set_plan(FaultPlan{});
+    for (const auto& injector : life_.injectors) injector->set_plan(FaultPlan{});
     for (std::uint32_t turn = 0; turn < kDrainTurns && result_.passed && !drained(); ++turn) {
       ++event_;
       now_ = now_ + milliseconds(2);
       life_.judge->set_now(now_);
-      life_.injector->release_hung();
+      release_hung();
       step_event();
       pump_event();
       for (HeldReport& held : queue_) held.due = now_;
@@ -507,10 +531,11 @@ class WorldRun {
     verify();
     const std::string ended = life_.judge->check_ended();
     if (!ended.empty()) fail("drain", ended);
-    const StoreWorkerCounters worker = life_.worker->counters();
-    if (worker.jobs_alive != 0 || worker.unquiet_calls != 0) {
-      fail("drain", "the worker still knows " + std::to_string(worker.jobs_alive) + " jobs and " +
-                        std::to_string(worker.unquiet_calls) + " calls that are not quiet");
+    for (const auto& worker : life_.workers) {
+      const StoreWorkerCounters counters = worker->counters();
+      if (counters.jobs_alive == 0 && counters.unquiet_calls == 0) continue;
+      fail("drain", "a worker still knows " + std::to_string(counters.jobs_alive) + " jobs and " +
+                        std::to_string(counters.unquiet_calls) + " calls that are not quiet");
     }
     const LedgerCounters ledger = life_.scheduler->counters().ledger;
     if (ledger.blocks_held != 0 || ledger.blocks_in_quarantine != 0) {

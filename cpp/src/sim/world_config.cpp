@@ -86,6 +86,7 @@ CacheConfig cache_config(SeededRandom& random) {
   for (std::size_t i = kinds.size(); i > 1; --i) std::swap(kinds[i - 1], kinds[random.below(i)]);
   for (std::size_t i = 0; i < kinds.size(); ++i) config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
   config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
+  config.parallel.tp = random.chance(1, 4) ? 2 : 1;
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
   return config;
 }
@@ -170,7 +171,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
 }
 
 std::string WorldConfig::describe() const {
-  std::string text = std::to_string(cache.num_blocks) + " blocks:";
+  std::string text = std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", 2 ranks:" : ":");
   for (const GroupConfig& group : cache.groups) {
     text += " " + group.spec.kind + "(" + std::to_string(group.spec.block_size);
     if (group.spec.sliding_window) text += " window " + std::to_string(*group.spec.sliding_window);

@@ -25,11 +25,12 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 
 }  // namespace
 
-ObjectJudge::ObjectJudge(std::vector<GroupModel> groups) : groups_(std::move(groups)) {
+ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks)
+    : groups_(std::move(groups)), ranks_(ranks) {
   for (const GroupModel& group : groups_) {
     if (group.stored) stored_.push_back(&group);
   }
-  seen_.resize(stored_.size());
+  seen_.resize(stored_.size() * ranks_);
 }
 
 void ObjectJudge::learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
@@ -50,9 +51,13 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   std::uint32_t index = UINT32_MAX;
   std::from_chars(key.data() + before + 1, key.data() + last, index);
   if (index >= stored_.size()) return "a key of no stored group: " + std::string(key);
+  std::uint32_t rank = UINT32_MAX;
+  const std::size_t ahead = key.rfind('/', before - 1);
+  std::from_chars(key.data() + ahead + 1, key.data() + before, rank);
+  if (ahead == std::string_view::npos || rank >= ranks_) return "a key of no rank: " + std::string(key);
   const auto prefix = prefixes_.find(hash);
   if (prefix == prefixes_.end()) return "a key whose hash nobody made: " + std::string(key);
-  seen_[index].insert(hash);
+  seen_[index * ranks_ + rank].insert(hash);
 
   const GroupModel& group = *stored_[index];
   const std::vector<std::uint32_t>& tokens = prefix->second;
@@ -68,12 +73,14 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
     state = extend(state, at, tokens[at]);
     if (at + group.tokens >= tokens.size()) states.push_back(state);
   }
-  expected_.resize(group.shape.bytes());
+  PageShape shape = group.shape;
+  shape.first_head = rank * shape.heads;
+  expected_.resize(shape.bytes());
   for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
     if (group.kind == GroupModel::Kind::kState) {
-      write_state(group.shape, layer, state, expected_.data());
+      write_state(shape, layer, state, expected_.data());
     } else {
-      write_positions(group.shape, layer, 0, states, expected_.data());
+      write_positions(shape, layer, 0, states, expected_.data());
     }
     const std::byte* const actual = bytes.data() + layer * expected_.size();
     if (std::memcmp(expected_.data(), actual, expected_.size()) == 0) continue;
@@ -84,13 +91,20 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   return "";
 }
 
+bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
+  for (std::size_t rank = 0; rank < ranks_; ++rank) {
+    if (!seen_[stored * ranks_ + rank].contains(hash)) return false;
+  }
+  return true;
+}
+
 std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail, std::uint32_t local,
                                                          std::uint32_t tokens) const {
   for (std::size_t s = 0; s < stored_.size(); ++s) {
     const GroupModel& group = *stored_[s];
     for (std::uint32_t chunk = group.first_needed(tokens); chunk < tokens / group.tokens; ++chunk) {
       const std::uint32_t end = (chunk + 1) * group.tokens;
-      if (end > local && !seen_[s].contains(trail.hash_of(end))) return Missing{group.id, chunk};
+      if (end > local && !seen(s, trail.hash_of(end))) return Missing{group.id, chunk};
     }
   }
   return std::nullopt;
@@ -119,6 +133,10 @@ JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection, const Sto
     chunk_tokens_.push_back(group.tokens);
     positional_.push_back(group.kind != GroupModel::Kind::kState);
   }
+}
+
+bool JobJudge::everywhere(const std::array<bool, kMaxRanks>& flags) const {
+  return std::all_of(flags.begin(), flags.begin() + options_.ranks, [](bool flag) { return flag; });
 }
 
 void JobJudge::fail(const char* invariant, std::string what) {
@@ -153,6 +171,9 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
           " local ones and is offered " + number(answer.external_tokens));
   }
   const std::uint32_t hit = local + answer.external_tokens;
+  if (answer.external_tokens > 0 && failed_loads_.contains(raw(request))) {
+    fail("bypass", "request " + number(raw(request)) + " is offered tokens again after a load that failed");
+  }
   if (answer.external_tokens > 0 && (hit > most || hit % step_tokens_ != 0)) {
     fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " + number(most) + " in steps of " +
                     number(step_tokens_));
@@ -229,14 +250,16 @@ void JobJudge::load_ended(const LoadEnd& end) {
           number(end.valid_tokens) + " tokens" + (end.complete ? ", complete" : ", failed " + number(end.failed.size())) +
           (end.blocks_quiet ? "" : ", not quiet"));
   }
+  const auto job = jobs_.find(raw(end.job));
   if (open_loads_.erase(raw(end.job)) != 1) {
     fail("load end", "load job " + number(raw(end.job)) + (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
   }
   ended_loads_.insert(raw(end.job));
+  const bool present = job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
+  if (!end.complete && present) failed_loads_.insert(raw(end.request));
   // What came from the store closes the holes before it.
   std::erase_if(holes_[raw(end.request)], [&](std::uint32_t hole) { return hole < end.valid_tokens; });
-  const auto job = jobs_.find(raw(end.job));
-  if (job != jobs_.end() && end.blocks_quiet && !job->second.quiet_delivered) {
+  if (job != jobs_.end() && end.blocks_quiet && !everywhere(job->second.quiet_delivered)) {
     fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
   }
 }
@@ -244,6 +267,7 @@ void JobJudge::load_ended(const LoadEnd& end) {
 void JobJudge::forget(RequestId request) {
   holes_.erase(raw(request));
   asked_.erase(raw(request));
+  failed_loads_.erase(raw(request));
   ++generations_[raw(request)];
 }
 
@@ -260,6 +284,10 @@ void JobJudge::released(std::span<const BlockId> blocks) {
 }
 
 bool JobJudge::hold_report(const WorkerReport& report) {
+  if (raw(report.rank) >= options_.ranks) {
+    fail("rank", "a report of rank " + number(raw(report.rank)));
+    return false;
+  }
   for (const JobReport& entry : report.jobs) {
     if (raw(entry.job) >= kForeignJobs) continue;
     const auto found = jobs_.find(raw(entry.job));
@@ -267,12 +295,13 @@ bool JobJudge::hold_report(const WorkerReport& report) {
       fail("job id", "a worker reports job " + number(raw(entry.job)) + ", which nobody planned");
       continue;
     }
-    Job& job = found->second;
-    if (entry.outcome != JobOutcome::kNone) ++job.outcomes;
-    if (entry.quiet != 0) ++job.quiets;
-    if (job.outcomes > 1) fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
-    if (job.quiets > 1) fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
-    if (job.quiets > job.outcomes) fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
+    std::uint32_t& outcomes = found->second.outcomes[raw(report.rank)];
+    std::uint32_t& quiets = found->second.quiets[raw(report.rank)];
+    if (entry.outcome != JobOutcome::kNone) ++outcomes;
+    if (entry.quiet != 0) ++quiets;
+    if (outcomes > 1) fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
+    if (quiets > 1) fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
+    if (quiets > outcomes) fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
     if (trace_ != nullptr) {
       std::string failed;
       for (const FailedChunk& chunk : report.failed_of(entry)) {
@@ -296,24 +325,30 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     const auto found = jobs_.find(raw(entry.job));
     if (found == jobs_.end()) continue;
     Job& job = found->second;
-    const bool both_before = job.outcome_delivered && job.quiet_delivered;
-    if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered) {
-      job.outcome_delivered = true;
-      // After the scheduler's own bound its answer does not depend on this report any more.
+    const std::uint32_t rank = raw(report.rank);
+    const bool quiet_before = everywhere(job.quiet_delivered);
+    const bool outcome_before = everywhere(job.outcome_delivered);
+    if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered[rank]) {
+      job.outcome_delivered[rank] = true;
+      for (const FailedChunk& chunk : report.failed_of(entry)) {
+        job.failed.push_back(chunk.chunk * chunk_tokens_[raw(chunk.group)]);
+      }
+    }
+    if (entry.quiet != 0) job.quiet_delivered[rank] = true;
+    const bool outcome_now = everywhere(job.outcome_delivered);
+    const bool quiet_now = everywhere(job.quiet_delivered);
+    if (outcome_now && !outcome_before) {
+      // After the scheduler's own bound its answer does not depend on these reports any more.
       const bool counts = now < job.planned_at + options_.save_timeout;
       const bool present = job.generation == generations_[raw(job.request)];
       if (job.kind == JobKind::kSave && !job.hand_off && counts && present) {
-        for (const FailedChunk& chunk : report.failed_of(entry)) {
-          holes_[raw(job.request)].push_back(chunk.chunk * chunk_tokens_[raw(chunk.group)]);
-        }
+        auto& holes = holes_[raw(job.request)];
+        holes.insert(holes.end(), job.failed.begin(), job.failed.end());
       }
     }
-    if (entry.quiet != 0 && !job.quiet_delivered) {
-      job.quiet_delivered = true;
-      for (const BlockId block : job.blocks) --at_least_[static_cast<std::size_t>(raw(block))];
-    }
-    if (!both_before && job.outcome_delivered && job.quiet_delivered) {
-      for (const BlockId block : job.blocks) --at_most_[static_cast<std::size_t>(raw(block))];
+    for (const BlockId block : job.blocks) {
+      if (quiet_now && !quiet_before) --at_least_[static_cast<std::size_t>(raw(block))];
+      if (quiet_now && outcome_now && !(quiet_before && outcome_before)) --at_most_[static_cast<std::size_t>(raw(block))];
     }
   }
 }
@@ -329,17 +364,21 @@ std::string JobJudge::check_references() {
 
 std::string JobJudge::check_ended() const {
   for (const auto& [id, job] : jobs_) {
-    if (job.outcomes != 1) return "job " + number(id) + " never had an outcome";
-    if (job.quiets != 1) return "job " + number(id) + " never became quiet";
+    for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) {
+      if (job.outcomes[rank] != 1) return "job " + number(id) + " never had an outcome on rank " + number(rank);
+      if (job.quiets[rank] != 1) return "job " + number(id) + " never became quiet on rank " + number(rank);
+    }
   }
   if (!open_loads_.empty()) return "load job " + number(open_loads_.begin()->first) + " never ended";
   return "";
 }
 
-std::string JobJudge::check_closed(std::size_t unquiet) const {
+std::string JobJudge::check_closed(std::uint32_t rank, std::size_t unquiet) const {
   for (const auto& [id, job] : jobs_) {
-    if (job.outcomes != 1) return "job " + number(id) + " has no outcome although its worker has closed";
-    if (job.quiets != 1 && unquiet == 0) return "job " + number(id) + " is not quiet although its worker has closed";
+    if (job.outcomes[rank] != 1) return "job " + number(id) + " has no outcome although its worker has closed";
+    if (job.quiets[rank] != 1 && unquiet == 0) {
+      return "job " + number(id) + " is not quiet although its worker has closed";
+    }
   }
   return "";
 }

@@ -1,6 +1,7 @@
 // Watches one engine's life from outside and knows what must be true of it: jobs, references, objects, hits.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -30,10 +31,11 @@ struct HashOfHash {
 };
 
 // Which prefixes hashes stand for and which objects were ever stored: outlives engines, as the pool does.
-// It reads keys by itself: the last part is the hash in hex, the one before it the number of the stored group.
+// It reads keys by itself: the last part is the hash in hex, the one before it the number of the stored group, the one
+// before that begins with the rank.
 class ObjectJudge {
  public:
-  explicit ObjectJudge(std::vector<GroupModel> groups);
+  ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks);
 
   void learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens);
   // "" when the object is what its key says, byte for byte.
@@ -51,10 +53,13 @@ class ObjectJudge {
   std::uint64_t checked() const noexcept { return checked_; }
 
  private:
+  bool seen(std::size_t stored, const BlockHash& hash) const;
+
   std::vector<GroupModel> groups_;
+  std::uint32_t ranks_;
   std::vector<const GroupModel*> stored_;                        // in the order of the engine's groups
   std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
-  std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group
+  std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group and rank
   std::vector<std::byte> expected_;
   std::uint64_t checked_ = 0;
 };
@@ -63,7 +68,7 @@ class ObjectJudge {
 class JobJudge final : public EngineObserver {
  public:
   JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options, bool clean,
-           std::uint32_t step_tokens);
+           std::uint32_t step_tokens);  // options.ranks workers report
 
   // The first broken rule, or "".
   const std::string& broken() const noexcept { return broken_; }
@@ -71,8 +76,8 @@ class JobJudge final : public EngineObserver {
   std::string check_references();
   // At the end: what was promised and has not happened.
   std::string check_ended() const;
-  // After the worker has closed: every job must have told its outcome.
-  std::string check_closed(std::size_t unquiet) const;
+  // After a worker has closed: every job must have told its outcome.
+  std::string check_closed(std::uint32_t rank, std::size_t unquiet) const;
   // The scheduler has been given this report.
   void delivered(const WorkerReport& report, Instant now);
   void set_now(Instant now) noexcept { now_ = now; }
@@ -96,6 +101,8 @@ class JobJudge final : public EngineObserver {
   bool hold_report(const WorkerReport& report) override;
 
  private:
+  static constexpr std::uint32_t kMaxRanks = 4;
+
   struct Job {
     RequestId request{};
     JobKind kind{};
@@ -103,11 +110,14 @@ class JobJudge final : public EngineObserver {
     std::uint32_t generation = 0;  // of the request
     Instant planned_at{};
     std::vector<BlockId> blocks;
-    std::uint32_t outcomes = 0;  // told by the worker
-    std::uint32_t quiets = 0;
-    bool outcome_delivered = false;
-    bool quiet_delivered = false;
+    // By rank: told by its worker, and delivered to the scheduler.
+    std::array<std::uint32_t, kMaxRanks> outcomes{};
+    std::array<std::uint32_t, kMaxRanks> quiets{};
+    std::array<bool, kMaxRanks> outcome_delivered{};
+    std::array<bool, kMaxRanks> quiet_delivered{};
+    std::vector<std::uint32_t> failed;  // tokens where its chunks failed, on any rank
   };
+  bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
 
@@ -131,6 +141,7 @@ class JobJudge final : public EngineObserver {
   // Where saves failed and were not planned again, in tokens, by request.
   std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> holes_;
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
+  std::unordered_set<std::uint64_t> failed_loads_;  // requests that must compute for themselves now (R41)
   struct Asked {
     std::uint32_t local = 0;
     std::uint32_t at_least = 0;
