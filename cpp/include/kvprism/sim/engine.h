@@ -23,6 +23,7 @@ struct EngineOptions {
   std::uint32_t token_budget = 2048;     // tokens computed per step
   std::uint32_t max_running = 8;         // requests computed per step
   std::uint32_t max_model_tokens = 1u << 20;  // a prompt with its output must fit
+  bool pump_workers = true;              // false: threads of their own do it
   bool keep_blocks_of_aborted_loads = true;   // until the load ends; false: only the job's references hold them
   bool offer_states_late = false;        // in the step after the one that computes them
 };
