@@ -1,5 +1,5 @@
-// What the step's own work costs: keys, hit search, plans. Each beside the least work that could do it, so that a
-// reader compares two lines of one run and never two runs.
+// What the step's own work costs: keys, hit search, plans. Each beside the least work that could do
+// it, so that a reader compares two lines of one run and never two runs.
 #include <benchmark/benchmark.h>
 
 #include <cstring>
@@ -15,18 +15,20 @@
 
 namespace {
 
-using namespace kvprism;  // NOLINT(google-build-using-namespace): a benchmark of the whole namespace
+using namespace kvprism;  // NOLINT(google-build-using-namespace): a benchmark of the whole
+                          // namespace
 
 std::shared_ptr<const Projection> hybrid() {
   const SpecRegistry registry = SpecRegistry::builtin();
-  return Projection::make(cache_config_from_json(R"({"num_blocks": 4096, "kv_layout": "LBHNC", "groups": [
+  return Projection::make(
+      cache_config_from_json(R"({"num_blocks": 4096, "kv_layout": "LBHNC", "groups": [
     {"kind": "full_attention", "layers": ["f0"], "block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"},
     {"kind": "sliding_window", "layers": ["w0"], "block_size": 16, "sliding_window": 1024, "num_kv_heads": 2,
      "head_size": 64, "dtype": "bfloat16"},
     {"kind": "mamba", "layers": ["m0"], "block_size": 16, "mamba_cache_mode": "align", "shapes": [[4, 32]],
      "dtypes": ["float32"]}]})",
-                                                 registry),
-                          registry);
+                             registry),
+      registry);
 }
 
 std::shared_ptr<const KeySchema> schema_of(const std::shared_ptr<const Projection>& projection) {
@@ -86,7 +88,8 @@ void hit_search(benchmark::State& state) {
     for (std::uint32_t chunk = 0; chunk < chunks; ++chunk) presence.mark(index, chunk);
   }
   for (auto _ : state) benchmark::DoNotOptimize(find_hit(groups, presence, 0, chunks * 16, 16));
-  state.SetItemsProcessed(state.iterations() * state.range(0) * static_cast<std::int64_t>(groups.size()));
+  state.SetItemsProcessed(state.iterations() * state.range(0) *
+                          static_cast<std::int64_t>(groups.size()));
 }
 BENCHMARK(hit_search)->Arg(1024)->Arg(16384);
 

@@ -1,4 +1,5 @@
-// Saves three blocks of a request, forgets them, and loads them back for another request of the same prefix.
+// Saves three blocks of a request, forgets them, and loads them back for another request of the
+// same prefix.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -21,11 +22,13 @@ using namespace kvprism;  // NOLINT(google-build-using-namespace): an example of
 
 namespace {
 
-constexpr const char* kConfig = R"({"num_blocks": 8, "groups": [{"kind": "full_attention", "layers": ["l0"],
+constexpr const char* kConfig =
+    R"({"num_blocks": 8, "groups": [{"kind": "full_attention", "layers": ["l0"],
   "block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "float16"}]})";
 constexpr std::size_t kPage = 16 * (8 + 8) * 2;  // bytes of a block
 
-// Lets the worker finish a step's jobs and tells the scheduler; a real engine does this once a step.
+// Lets the worker finish a step's jobs and tells the scheduler; a real engine does this once a
+// step.
 void run_jobs(StoreScheduler& scheduler, StoreWorker& worker, Instant now) {
   worker.submit(scheduler.end_step(now).view(), ReadyToken::host());
   while (worker.pump(now)) {
@@ -83,7 +86,7 @@ int main() {
 
   const bool same = std::memcmp(memory.data() + kPage, memory.data() + 5 * kPage, 3 * kPage) == 0;
   const bool whole = ends.size() == 1 && ends[0].complete;
-  std::printf("%u tokens offered, load %s, bytes %s\n", hit.external_tokens, whole ? "complete" : "failed",
-              same ? "equal" : "different");
+  std::printf("%u tokens offered, load %s, bytes %s\n", hit.external_tokens,
+              whole ? "complete" : "failed", same ? "equal" : "different");
   return hit.external_tokens == 48 && whole && same ? 0 : 1;
 }

@@ -1,4 +1,5 @@
-// What a step costs in heap allocations: none in steady decoding, a constant per job, none per block (decision 8).
+// What a step costs in heap allocations: none in steady decoding, a constant per job, none per
+// block (decision 8).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -67,7 +68,8 @@ class InstantStore final : public ObjectStore, public ObjectIndex {
     std::size_t first = 0;
     for (std::size_t i = 0; i < batch->keys.size(); ++i) {
       std::uint64_t bytes = 0;
-      for (; i < batch->ends.size() && first < batch->ends[i]; ++first) bytes += batch->segments[first].length;
+      for (; i < batch->ends.size() && first < batch->ends[i]; ++first)
+        bytes += batch->segments[first].length;
       out.items.push_back({ItemStatus::kOk, bytes});
     }
     out.batch = std::move(batch);
@@ -81,20 +83,23 @@ constexpr std::uint32_t kBlocks = 2048;
 class AllocationTest : public ::testing::Test {
  protected:
   AllocationTest() {
-    projection = test::make_projection({test::full_group(16), test::ring_group(8), test::mamba_group(16)}, kBlocks);
+    projection = test::make_projection(
+        {test::full_group(16), test::ring_group(8), test::mamba_group(16)}, kBlocks);
     schema = test::make_schema(projection);
     memory.resize(std::size_t{3} * kBlocks * 128);
     std::vector<CacheTensor> tensors(3);
     const char* layers[] = {"full", "ring", "mamba"};
     for (std::size_t t = 0; t < 3; ++t) {
-      tensors[t] = {memory.data(), memory.size(), {layers[t]}, kBlocks * 128, 128, t * kBlocks * 128, -1};
+      tensors[t] = {memory.data(), memory.size(),     {layers[t]}, kBlocks * 128,
+                    128,           t * kBlocks * 128, -1};
     }
     map = SegmentMap::make(projection, tensors);
     StoreSchedulerOptions options;
     options.epoch = 1;
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
     worker = std::make_unique<StoreWorker>(schema, map, store, StoreWorkerOptions{});
-    for (std::uint32_t i = 0; i < kBlocks; ++i) row.push_back(BlockId{static_cast<std::int32_t>(1 + i % (kBlocks - 1))});
+    for (std::uint32_t i = 0; i < kBlocks; ++i)
+      row.push_back(BlockId{static_cast<std::int32_t>(1 + i % (kBlocks - 1))});
     spans.assign(3, row);
   }
 
@@ -162,7 +167,8 @@ class AllocationTest : public ::testing::Test {
 template <class Cost>
 std::uint64_t least(Cost cost, std::uint64_t first_id) {
   std::uint64_t fewest = UINT64_MAX;
-  for (std::uint64_t id = first_id; id < first_id + 4; ++id) fewest = std::min(fewest, cost(RequestId{id}));
+  for (std::uint64_t id = first_id; id < first_id + 4; ++id)
+    fewest = std::min(fewest, cost(RequestId{id}));
   return fewest;
 }
 
@@ -187,7 +193,8 @@ TEST_F(AllocationTest, ASteadyDecodeStepAllocatesNothing) {
 }
 
 TEST_F(AllocationTest, ASaveCostsTheSameForAnyNumberOfBlocks) {
-  for (std::uint64_t warm = 1; warm <= 8; ++warm) cost_of_save(RequestId{warm}, warm % 2 == 0 ? 480 : 1600);
+  for (std::uint64_t warm = 1; warm <= 8; ++warm)
+    cost_of_save(RequestId{warm}, warm % 2 == 0 ? 480 : 1600);
   const std::uint64_t small = least([&](RequestId id) { return cost_of_save(id, 8); }, 20);
   const std::uint64_t large = least([&](RequestId id) { return cost_of_save(id, 480); }, 30);
   EXPECT_EQ(small, large) << "480 chunks still fit one call of 512 segments";
@@ -196,7 +203,8 @@ TEST_F(AllocationTest, ASaveCostsTheSameForAnyNumberOfBlocks) {
 }
 
 TEST_F(AllocationTest, ALoadCostsTheSameForAnyNumberOfBlocks) {
-  for (std::uint64_t warm = 1; warm <= 8; ++warm) cost_of_load(RequestId{warm}, warm % 2 == 0 ? 480 : 1600);
+  for (std::uint64_t warm = 1; warm <= 8; ++warm)
+    cost_of_load(RequestId{warm}, warm % 2 == 0 ? 480 : 1600);
   const std::uint64_t small = least([&](RequestId id) { return cost_of_load(id, 8); }, 20);
   const std::uint64_t large = least([&](RequestId id) { return cost_of_load(id, 480); }, 30);
   EXPECT_EQ(small, large);

@@ -10,8 +10,9 @@ namespace {
 TEST(Error, OneProblemIsOneLine) {
   const Error error(ErrorCode::kInvalidConfig, "cache config",
                     {{"groups[1].block_size", "-8", "a positive integer", "tokens per block"}});
-  EXPECT_STREQ(error.what(),
-               "cache config: groups[1].block_size = -8: expected a positive integer (tokens per block)");
+  EXPECT_STREQ(
+      error.what(),
+      "cache config: groups[1].block_size = -8: expected a positive integer (tokens per block)");
   EXPECT_EQ(to_string(error.code()), "invalid_config");
 }
 

@@ -46,7 +46,8 @@ TEST(HitSearch, WindowNeedsOnlyItsReach) {
 }
 
 TEST(HitSearch, LastStateIsOneObjectAtTheEnd) {
-  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false}, {HitRule::kLastState, 16, 0, false}};
+  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false},
+                                     {HitRule::kLastState, 16, 0, false}};
   Presence present = presence(groups, 160, false);
   for (std::uint32_t chunk = 0; chunk < 10; ++chunk) present.mark(kFirst, chunk);
   EXPECT_EQ(find_hit(groups, present, 0, 160, 16), 0u) << "no state, no hit";
@@ -60,13 +61,15 @@ TEST(HitSearch, LoadsNothingBelowTheLocalHit) {
   EXPECT_EQ(load_chunks(full, 160, 48), (ChunkRange{3, 10}));
   EXPECT_TRUE(load_chunks(full, 48, 48).empty());
   const HitGroup window{HitRule::kWindow, 16, 49, false};
-  EXPECT_EQ(load_chunks(window, 160, 144), (ChunkRange{9, 10})) << "the rest of the window is local";
+  EXPECT_EQ(load_chunks(window, 160, 144), (ChunkRange{9, 10}))
+      << "the rest of the window is local";
   EXPECT_EQ(load_chunks(window, 160, 48), (ChunkRange{7, 10}));
 }
 
 TEST(HitSearch, UnequalChunksMeetOnTheCommonGrid) {
   // R08: chunks of 16 and 32; one missing chunk of 16 at tokens 32..47 leaves 32.
-  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false}, {HitRule::kPrefix, 32, 0, false}};
+  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false},
+                                     {HitRule::kPrefix, 32, 0, false}};
   Presence present = presence(groups, 64, false);
   present.mark(kFirst, 0);
   present.mark(kFirst, 1);
@@ -76,9 +79,10 @@ TEST(HitSearch, UnequalChunksMeetOnTheCommonGrid) {
   EXPECT_EQ(find_hit(groups, present, 0, 64, 32), 32u);
 }
 
-// The definition, word for word: the largest grid point at which every group has everything it needs.
-std::uint32_t by_definition(const std::vector<HitGroup>& groups, const Presence& present, std::uint32_t local,
-                            std::uint32_t max, std::uint32_t alignment) {
+// The definition, word for word: the largest grid point at which every group has everything it
+// needs.
+std::uint32_t by_definition(const std::vector<HitGroup>& groups, const Presence& present,
+                            std::uint32_t local, std::uint32_t max, std::uint32_t alignment) {
   for (std::uint32_t tokens = max / alignment * alignment; tokens > local; tokens -= alignment) {
     bool usable = true;
     for (std::size_t g = 0; g < groups.size() && usable; ++g) {
@@ -88,7 +92,8 @@ std::uint32_t by_definition(const std::vector<HitGroup>& groups, const Presence&
         if (groups[g].rule == HitRule::kWindow) wanted = position + groups[g].window > tokens;
         if (groups[g].rule == HitRule::kLastState) wanted = position / size == tokens / size - 1;
         const std::uint32_t chunk = position / size;
-        const bool here = (chunk + 1) * size <= local || present.has(StoreIndex{static_cast<std::uint32_t>(g)}, chunk);
+        const bool here = (chunk + 1) * size <= local ||
+                          present.has(StoreIndex{static_cast<std::uint32_t>(g)}, chunk);
         usable = !wanted || here;
       }
     }
@@ -105,7 +110,8 @@ TEST(HitSearch, AgreesWithItsDefinition) {
     const std::uint32_t alignment = 8;
     for (std::uint32_t g = 0, n = 1 + random() % 3; g < n; ++g) {
       const HitRule rules[] = {HitRule::kPrefix, HitRule::kWindow, HitRule::kLastState};
-      groups.push_back({rules[random() % 3], 2u << (random() % 3), 1 + static_cast<std::uint32_t>(random() % 30), false});
+      groups.push_back({rules[random() % 3], 2u << (random() % 3),
+                        1 + static_cast<std::uint32_t>(random() % 30), false});
     }
     const std::uint32_t max = static_cast<std::uint32_t>(random() % 100);
     const std::uint32_t local = static_cast<std::uint32_t>(random() % 4) * alignment;
@@ -118,15 +124,17 @@ TEST(HitSearch, AgreesWithItsDefinition) {
       }
     }
     const std::uint32_t hit = find_hit(groups, present, local, max, alignment);
-    ASSERT_EQ(hit, std::max(local, by_definition(groups, present, local, max, alignment))) << "round " << round;
+    ASSERT_EQ(hit, std::max(local, by_definition(groups, present, local, max, alignment)))
+        << "round " << round;
     if (hit > local) ++hits;
   }
   EXPECT_GT(hits, 4000u) << "the comparison must see hits";
 }
 
 TEST(HitSearch, GroupsOfAProjectionComeInStoreOrder) {
-  const auto projection = test::make_projection(
-      {test::ring_group(8), test::full_group(16), test::mamba_group(32), test::window_group(16, 20)});
+  const auto projection =
+      test::make_projection({test::ring_group(8), test::full_group(16), test::mamba_group(32),
+                             test::window_group(16, 20)});
   const std::vector<HitGroup> groups = hit_groups(*projection);
   ASSERT_EQ(groups.size(), 3u);
   EXPECT_EQ(groups[0].rule, HitRule::kPrefix);

@@ -1,4 +1,5 @@
-// Fixed work for `valgrind --tool=callgrind`: what its functions cost in instructions is the same on every run.
+// Fixed work for `valgrind --tool=callgrind`: what its functions cost in instructions is the same
+// on every run.
 #include <cstdint>
 #include <cstdio>
 #include <span>
@@ -14,11 +15,14 @@ using namespace kvprism;  // NOLINT(google-build-using-namespace): a program of 
 constexpr std::uint32_t kItems = 20000;
 
 // Named, so that callgrind can count what happens inside each.
-[[gnu::noinline]] void make_keys(const KeySchema& schema, KeySlots& slots, std::span<const std::uint8_t> hashes) {
+[[gnu::noinline]] void make_keys(const KeySchema& schema, KeySlots& slots,
+                                 std::span<const std::uint8_t> hashes) {
   slots.clear();
-  for (std::uint32_t i = 0; i < kItems; ++i) schema.append_key(slots, StoreIndex{0}, {}, hashes.subspan(i % 64, 32));
+  for (std::uint32_t i = 0; i < kItems; ++i)
+    schema.append_key(slots, StoreIndex{0}, {}, hashes.subspan(i % 64, 32));
 }
-[[gnu::noinline]] std::uint32_t search_hit(const std::vector<HitGroup>& groups, const Presence& presence) {
+[[gnu::noinline]] std::uint32_t search_hit(const std::vector<HitGroup>& groups,
+                                           const Presence& presence) {
   return find_hit(groups, presence, 0, kItems * 16, 16);
 }
 

@@ -17,7 +17,9 @@ JobReport told(JobId job, JobOutcome outcome, bool quiet) {
 
 class LedgerTest : public ::testing::Test {
  protected:
-  JobId start(std::uint32_t) { return ledger.start(JobKind::kSave, RequestId{1}, blocks, Instant{seconds(10).ns}); }
+  JobId start(std::uint32_t) {
+    return ledger.start(JobKind::kSave, RequestId{1}, blocks, Instant{seconds(10).ns});
+  }
   const std::vector<BlockId> blocks{BlockId{4}, BlockId{9}};
   JobLedger ledger{LedgerOptions{2, seconds(5)}};
   JobEvent event;
@@ -44,7 +46,8 @@ TEST_F(LedgerTest, BlocksAreHeldUntilEveryRankIsQuiet) {
 TEST_F(LedgerTest, OneFailingRankFailsTheJob) {
   const JobId job = start(2);
   ledger.notice(Rank{0}, told(job, JobOutcome::kOk, true), {}, {});
-  const std::vector<FailedChunk> failed{{StoreIndex{1}, 5, 2}, {StoreIndex{0}, 3, 2}, {StoreIndex{1}, 5, 2}};
+  const std::vector<FailedChunk> failed{
+      {StoreIndex{1}, 5, 2}, {StoreIndex{0}, 3, 2}, {StoreIndex{1}, 5, 2}};
   ledger.notice(Rank{1}, told(job, JobOutcome::kPartial, true), failed, {});
   ASSERT_TRUE(ledger.take_outcome(event));
   EXPECT_EQ(event.outcome, JobOutcome::kPartial);
@@ -95,7 +98,8 @@ TEST_F(LedgerTest, OddNoticesAreCountedAndHarmless) {
 
 TEST_F(LedgerTest, QuietWaitsForTheOutcome) {
   const JobId job = start(2);
-  for (const Rank rank : {Rank{0}, Rank{1}}) ledger.notice(rank, told(job, JobOutcome::kNone, true), {}, {});
+  for (const Rank rank : {Rank{0}, Rank{1}})
+    ledger.notice(rank, told(job, JobOutcome::kNone, true), {}, {});
   EXPECT_FALSE(ledger.take_quiet(event));
   ledger.advance(Instant{seconds(10).ns});
   EXPECT_FALSE(ledger.take_quiet(event)) << "the outcome is told first";

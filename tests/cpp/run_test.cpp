@@ -11,7 +11,8 @@
 namespace kvprism {
 namespace {
 
-static_assert(!std::is_default_constructible_v<ReadyToken>, "a save must say when its bytes are there (R12)");
+static_assert(!std::is_default_constructible_v<ReadyToken>,
+              "a save must say when its bytes are there (R12)");
 
 struct FakeEvent {
   int answer = 600;

@@ -38,7 +38,8 @@ inline GroupConfig full_group(std::uint32_t block_size, std::string layer = "ful
 inline GroupConfig ring_group(std::uint32_t capacity, std::string layer = "ring") {
   return attention_group("circular_buffer", capacity, std::move(layer));
 }
-inline GroupConfig window_group(std::uint32_t block_size, std::uint32_t window, std::string layer = "window") {
+inline GroupConfig window_group(std::uint32_t block_size, std::uint32_t window,
+                                std::string layer = "window") {
   GroupConfig group = attention_group("sliding_window", block_size, std::move(layer));
   group.spec.sliding_window = window;
   return group;
@@ -112,7 +113,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     std::vector<std::string> keys() const { return batch->keys.strings(); }
   };
 
-  bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant, Instant deadline) override {
+  bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant,
+                    Instant deadline) override {
     return start(lookups, op, batch, deadline);
   }
   bool start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant, Instant deadline) override {
@@ -135,7 +137,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
   }
   StoreCapabilities capabilities() const override { return {"scripted", 0, 0, true}; }
   void add_region(const Region& region) override {
-    if (fail_region_at == regions.size()) fail(ErrorCode::kUnavailable, "region", {"length", "1", "luck", {}});
+    if (fail_region_at == regions.size())
+      fail(ErrorCode::kUnavailable, "region", {"length", "1", "luck", {}});
     regions.push_back(region);
   }
   void remove_region(const Region& region) override { std::erase(regions, region); }
@@ -158,8 +161,12 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     }
     end_lookup(std::move(statuses));
   }
-  void end_put(std::map<std::size_t, ItemStatus> bad = {}, bool quiet = true) { end(puts, std::move(bad), quiet); }
-  void end_get(std::map<std::size_t, ItemStatus> bad = {}, bool quiet = true) { end(gets, std::move(bad), quiet); }
+  void end_put(std::map<std::size_t, ItemStatus> bad = {}, bool quiet = true) {
+    end(puts, std::move(bad), quiet);
+  }
+  void end_get(std::map<std::size_t, ItemStatus> bad = {}, bool quiet = true) {
+    end(gets, std::move(bad), quiet);
+  }
   void become_quiet() {
     Started started = std::move(unquiet.front());
     unquiet.pop_front();
@@ -179,7 +186,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
   bool closed = false;
 
  private:
-  bool start(std::deque<Started>& list, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant deadline) {
+  bool start(std::deque<Started>& list, OpId op, std::unique_ptr<ObjectBatch>& batch,
+             Instant deadline) {
     if (refuse) return false;
     list.push_back({op, std::move(batch), deadline});
     return true;
@@ -204,7 +212,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     std::size_t first = 0;
     for (std::size_t i = 0; i < started.batch->ends.size(); ++i) {
       std::uint64_t bytes = 0;
-      for (; first < started.batch->ends[i]; ++first) bytes += started.batch->segments[first].length;
+      for (; first < started.batch->ends[i]; ++first)
+        bytes += started.batch->segments[first].length;
       const auto it = bad.find(i);
       if (it == bad.end()) {
         end.items.push_back({ItemStatus::kOk, bytes});

@@ -76,7 +76,8 @@ class SchedulerTest : public ::testing::Test {
     return scheduler->lookup(kRequest, prompt, hashes.list(), local, now);
   }
 
-  void report(JobId job, JobOutcome outcome, bool quiet, std::vector<FailedChunk> failed = {}, Rank rank = Rank{0}) {
+  void report(JobId job, JobOutcome outcome, bool quiet, std::vector<FailedChunk> failed = {},
+              Rank rank = Rank{0}) {
     WorkerReport report;
     report.rank = rank;
     report.epoch = scheduler->options().epoch;
@@ -123,7 +124,8 @@ class SchedulerTest : public ::testing::Test {
 TEST_F(SchedulerTest, FullHitLeavesOneTokenToCompute) {
   // R13: prompt 64 -> 48, 65 -> 64, 16 -> 0, 1 -> 0.
   const Hashes hashes(8, 1);
-  const std::pair<std::uint32_t, std::uint32_t> cases[] = {{64, 48}, {65, 64}, {16, 0}, {1, 0}, {17, 16}};
+  const std::pair<std::uint32_t, std::uint32_t> cases[] = {
+      {64, 48}, {65, 64}, {16, 0}, {1, 0}, {17, 16}};
   for (const auto& [prompt, hit] : cases) {
     build({test::full_group(16)});
     exists(hashes, 128);
@@ -193,7 +195,8 @@ TEST_F(SchedulerTest, LookupIsRepeatableWithoutEffect) {
   const Hashes hashes(8, 1);
   exists(hashes, 64);
   EXPECT_EQ(settle_lookup(100, hashes, 0).external_tokens, 64u);
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 64u);
+  for (int i = 0; i < 3; ++i)
+    EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 64u);
   EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 48, now).external_tokens, 16u);
   EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 80, now).external_tokens, 0u);
   EXPECT_EQ(scheduler->counters().lookup_calls, 1u);
@@ -204,7 +207,8 @@ TEST_F(SchedulerTest, AFallenLocalHitIsAskedAnew) {
   const Hashes hashes(8, 1);
   exists(hashes, 64);
   EXPECT_EQ(settle_lookup(100, hashes, 48).external_tokens, 16u);
-  EXPECT_TRUE(scheduler->lookup(kRequest, 100, hashes.list(), 16, now).pending) << "chunks 1 and 2 are not local now";
+  EXPECT_TRUE(scheduler->lookup(kRequest, 100, hashes.list(), 16, now).pending)
+      << "chunks 1 and 2 are not local now";
   EXPECT_EQ(settle_lookup(100, hashes, 16).external_tokens, 48u);
 }
 
@@ -219,7 +223,8 @@ TEST_F(SchedulerTest, LateFailedAndRefusedLookupsAreMisses) {
   now = now + milliseconds(1);
   EXPECT_FALSE(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).pending);
   store->answer_lookup();
-  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 0u) << "late is a miss";
+  EXPECT_EQ(scheduler->lookup(kRequest, 100, hashes.list(), 0, now).external_tokens, 0u)
+      << "late is a miss";
   EXPECT_EQ(scheduler->counters().lookups_late, 1u);
 
   scheduler->lookup(RequestId{2}, 100, hashes.list(), 0, now);
@@ -250,7 +255,8 @@ TEST_F(SchedulerTest, AnUnfinishedObjectIsAMiss) {
 }
 
 TEST_F(SchedulerTest, LoadFetchesWhatIsMissingIntoTheEnginesBlocks) {
-  build({test::full_group(16), test::ring_group(8), test::mamba_group(16), test::window_group(16, 33)});
+  build({test::full_group(16), test::ring_group(8), test::mamba_group(16),
+         test::window_group(16, 33)});
   const Hashes hashes(8, 1);
   exists(hashes, 96);
   ASSERT_EQ(settle_lookup(100, hashes, 32).external_tokens, 64u);
@@ -261,14 +267,16 @@ TEST_F(SchedulerTest, LoadFetchesWhatIsMissingIntoTheEnginesBlocks) {
   ASSERT_EQ(plan.jobs.size(), 1u);
   EXPECT_EQ(plan.jobs[0].id, *job);
   EXPECT_EQ(plan.jobs[0].kind, JobKind::kLoad);
-  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 2, 3, 48}, Move{0, 3, 4, 64}, Move{0, 4, 5, 80}, Move{0, 5, 6, 96},
-                                          Move{1, 5, 9, 96}, Move{2, 4, 15, 80}, Move{2, 5, 16, 96}));
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 2, 3, 48}, Move{0, 3, 4, 64}, Move{0, 4, 5, 80},
+                                          Move{0, 5, 6, 96}, Move{1, 5, 9, 96}, Move{2, 4, 15, 80},
+                                          Move{2, 5, 16, 96}));
   EXPECT_EQ(plan.mark_tokens.size(), 4u) << "runs of one job share their marks";
   EXPECT_THAT(acquired(), UnorderedElementsAre(3, 4, 5, 6, 9, 15, 16));
   EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty()) << "emitted once";
 
   report(*job, JobOutcome::kOk, false);
-  EXPECT_THAT(load_ends(), IsEmpty()) << "an outcome is not quiet: the engine would reuse the blocks at once";
+  EXPECT_THAT(load_ends(), IsEmpty())
+      << "an outcome is not quiet: the engine would reuse the blocks at once";
   EXPECT_THAT(released(), IsEmpty());
   report(*job, JobOutcome::kNone, true);
   const auto ends = load_ends();
@@ -283,7 +291,8 @@ TEST_F(SchedulerTest, LoadFetchesWhatIsMissingIntoTheEnginesBlocks) {
 }
 
 TEST_F(SchedulerTest, FailedChunksRewindToTheCommonBoundary) {
-  // R08: g0 of 16 and g1 of 32 tokens; the failure of g1's block 9 rewinds R1 to 32 and leaves R2 alone.
+  // R08: g0 of 16 and g1 of 32 tokens; the failure of g1's block 9 rewinds R1 to 32 and leaves R2
+  // alone.
   build({test::full_group(16, "a"), test::full_group(32, "b")});
   const Hashes hashes(8, 1);
   exists(hashes, 128);
@@ -297,7 +306,8 @@ TEST_F(SchedulerTest, FailedChunksRewindToTheCommonBoundary) {
   ASSERT_EQ(scheduler->lookup(RequestId{2}, 33, hashes.list(), 0, now).external_tokens, 32u);
   const JobId other = *scheduler->allocated(RequestId{2}, 32, second.get(), now);
 
-  report(job, JobOutcome::kPartial, true, {{StoreIndex{1}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{1}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
   auto ends = load_ends();
   ASSERT_EQ(ends.size(), 1u);
   EXPECT_EQ(ends[0].request, kRequest);
@@ -322,7 +332,8 @@ TEST_F(SchedulerTest, FailureOfAnyChunkOfThePrefixRewindsBeforeIt) {
     ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
     const Rows rows({{5, 6, 7, 8}, {15, 9}});
     const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
-    report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, chunk, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+    report(job, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, chunk, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
     const auto ends = load_ends();
     ASSERT_EQ(ends.size(), 1u);
     EXPECT_EQ(ends[0].valid_tokens, valid) << "chunk " << chunk;
@@ -336,7 +347,8 @@ TEST_F(SchedulerTest, AShorterHitMayNeedAStateThatWasNeverFetched) {
   ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
   const Rows rows({{1, 2, 3, 4}, {0, 0, 0, 9}});
   const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
-  report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
   const auto ends = load_ends();
   ASSERT_EQ(ends.size(), 1u);
   EXPECT_EQ(ends[0].valid_tokens, 0u) << "48 tokens would need the state at 48";
@@ -369,14 +381,16 @@ TEST_F(SchedulerTest, AnAllocationThatTakesNothingLoadsNothing) {
   ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
   const Rows rows({{1, 2, 3, 4}});
   EXPECT_EQ(scheduler->allocated(kRequest, 0, rows.get(), now), std::nullopt);
-  EXPECT_EQ(scheduler->allocated(kRequest, 64, rows.get(), now), std::nullopt) << "the offer is gone";
+  EXPECT_EQ(scheduler->allocated(kRequest, 64, rows.get(), now), std::nullopt)
+      << "the offer is gone";
   EXPECT_EQ(scheduler->allocated(RequestId{99}, 64, rows.get(), now), std::nullopt);
   EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
 }
 
 TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
   const Hashes hashes(8, 1);
-  for (const auto& row : std::vector<std::vector<std::int32_t>>{{1, 0, 3, 4}, {1, 2}, {1, 2, 3, 64}, {1, 2, -3, 4}}) {
+  for (const auto& row :
+       std::vector<std::vector<std::int32_t>>{{1, 0, 3, 4}, {1, 2}, {1, 2, 3, 64}, {1, 2, -3, 4}}) {
     build({test::full_group(16)});
     exists(hashes, 64);
     ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
@@ -393,7 +407,8 @@ TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
 }
 
 TEST_F(SchedulerTest, SavesOnlyStorableGroupsFromThePresentTable) {
-  // R01 and R05: the ring's block 77 and the null block never appear; states only when the engine hands them off.
+  // R01 and R05: the ring's block 77 and the null block never appear; states only when the engine
+  // hands them off.
   build({test::full_group(800), test::ring_group(8), test::mamba_group(800)});
   const Hashes hashes(3, 1);
   scheduler->advanced(kRequest, 2400, hashes.list());
@@ -404,8 +419,10 @@ TEST_F(SchedulerTest, SavesOnlyStorableGroupsFromThePresentTable) {
   scheduler->boundary(kRequest, GroupId{2}, BlockId{31}, 2400);
   const StepPlan& plan = scheduler->end_step(now);
   ASSERT_EQ(plan.jobs.size(), 2u);
-  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 10, 800}, Move{0, 1, 11, 1600}, Move{0, 2, 12, 2400}));
-  EXPECT_THAT(moves(plan, 1), ElementsAre(Move{1, 2, 31, 2400})) << "one state, under the mark of its boundary";
+  EXPECT_THAT(moves(plan, 0),
+              ElementsAre(Move{0, 0, 10, 800}, Move{0, 1, 11, 1600}, Move{0, 2, 12, 2400}));
+  EXPECT_THAT(moves(plan, 1), ElementsAre(Move{1, 2, 31, 2400}))
+      << "one state, under the mark of its boundary";
   EXPECT_THAT(acquired(), UnorderedElementsAre(10, 11, 12, 31));
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
 }
@@ -414,14 +431,15 @@ TEST_F(SchedulerTest, DoubtfulStatesAreRefused) {
   build_hybrid();
   const Hashes hashes(4, 1);
   scheduler->advanced(kRequest, 48, hashes.list());
-  scheduler->boundary(kRequest, GroupId{2}, BlockId{0}, 48);    // the null block
-  scheduler->boundary(kRequest, GroupId{2}, BlockId{64}, 48);   // outside the pool
-  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 80);    // beyond the known hashes
-  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 40);    // off the grid
-  scheduler->boundary(kRequest, GroupId{0}, BlockId{5}, 48);    // positional
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{0}, 48);   // the null block
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{64}, 48);  // outside the pool
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 80);   // beyond the known hashes
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{5}, 40);   // off the grid
+  scheduler->boundary(kRequest, GroupId{0}, BlockId{5}, 48);   // positional
   scheduler->boundary(RequestId{9}, GroupId{2}, BlockId{5}, 48);
   EXPECT_EQ(scheduler->counters().offers_refused, 6u);
-  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 48);    // not storable: skipped without a word
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5},
+                      48);  // not storable: skipped without a word
   EXPECT_EQ(scheduler->counters().offers_refused, 6u);
   EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
   EXPECT_THAT(acquired(), IsEmpty());
@@ -435,8 +453,9 @@ TEST_F(SchedulerTest, AWindowThatSlidOutIsSkipped) {
   scheduler->save(kRequest, {0, 64}, rows.get(), now);
   const StepPlan& plan = scheduler->end_step(now);
   ASSERT_EQ(plan.jobs.size(), 1u);
-  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48}, Move{0, 3, 4, 64},
-                                          Move{1, 2, 13, 48}, Move{1, 3, 14, 64}));
+  EXPECT_THAT(moves(plan, 0),
+              ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48},
+                          Move{0, 3, 4, 64}, Move{1, 2, 13, 48}, Move{1, 3, 14, 64}));
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
 }
 
@@ -473,7 +492,8 @@ TEST_F(SchedulerTest, AShortTableIsABoundedSkip) {
   const Rows rows({{20, 21, 22}});
   scheduler->save(kRequest, {0, 64}, rows.get(), now);
   const StepPlan& plan = scheduler->end_step(now);
-  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 20, 16}, Move{0, 1, 21, 32}, Move{0, 2, 22, 48}));
+  EXPECT_THAT(moves(plan, 0),
+              ElementsAre(Move{0, 0, 20, 16}, Move{0, 1, 21, 32}, Move{0, 2, 22, 48}));
   EXPECT_EQ(scheduler->counters().sources_skipped, 1u);
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "no retry without progress";
   const Hashes more(5, 1);
@@ -489,7 +509,8 @@ TEST_F(SchedulerTest, TheWatermarkStopsAtTheFirstHole) {
   scheduler->advanced(kRequest, 64, hashes.list());
   scheduler->save(kRequest, {0, 64}, rows.get(), now);
   const JobId job = scheduler->end_step(now).jobs[0].id;
-  report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "not again without progress";
   const Hashes more(5, 1);
   scheduler->advanced(kRequest, 80, more.list(4));
@@ -508,7 +529,8 @@ TEST_F(SchedulerTest, AFullPoolIsLeftAloneForAWhile) {
     ASSERT_FALSE(range.empty()) << request;
     scheduler->save(id, range, rows.get(), now);
     const JobId job = scheduler->end_step(now).jobs[0].id;
-    report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kNoSpace)}});
+    report(job, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kNoSpace)}});
   }
   const RequestId fourth{4};
   scheduler->advanced(fourth, 64, hashes.list());
@@ -569,7 +591,8 @@ TEST_F(SchedulerTest, QuarantineHoldsTheBlocksAndMayDetachTheLoad) {
     ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
     const Rows rows({{1, 2, 3, 4}});
     const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
-    report(job, JobOutcome::kPartial, false, {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kTimedOut)}});
+    report(job, JobOutcome::kPartial, false,
+           {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kTimedOut)}});
     now = now + options.quarantine_after;
     scheduler->end_step(now);
     auto ends = load_ends();
@@ -659,7 +682,8 @@ TEST_F(SchedulerTest, PlanBytesFollowTheRangeNotTheContext) {
 }
 
 TEST_F(SchedulerTest, RefusesAConfigurationThatCannotStore) {
-  const auto message = [&](std::vector<GroupConfig> groups, StoreSchedulerOptions options = {}) -> std::string {
+  const auto message = [&](std::vector<GroupConfig> groups,
+                           StoreSchedulerOptions options = {}) -> std::string {
     try {
       build(std::move(groups), options);
     } catch (const Error& error) {

@@ -31,7 +31,8 @@ class WorkerTest : public ::testing::Test {
   void build(StoreWorkerOptions options = {}) {
     worker.reset();
     store = std::make_shared<ScriptedStore>();
-    projection = test::make_projection({test::full_group(16), test::ring_group(8), test::full_group(16, "second")});
+    projection = test::make_projection(
+        {test::full_group(16), test::ring_group(8), test::full_group(16, "second")});
     schema = test::make_schema(projection);
     memory.assign(3 * 64 * kPage, std::byte{0});
     std::vector<CacheTensor> tensors(3);
@@ -48,7 +49,8 @@ class WorkerTest : public ::testing::Test {
     worker = std::make_unique<StoreWorker>(schema, map, store, options);
   }
 
-  StepPlan plan_of(std::vector<JobRecord> jobs, std::vector<RunRecord> runs, std::vector<std::int32_t> ids) {
+  StepPlan plan_of(std::vector<JobRecord> jobs, std::vector<RunRecord> runs,
+                   std::vector<std::int32_t> ids) {
     StepPlan plan;
     plan.digest = projection->digest();
     plan.epoch = kEpoch;
@@ -65,7 +67,8 @@ class WorkerTest : public ::testing::Test {
   StepPlan simple(JobKind kind, std::uint32_t count, std::uint64_t id = 1) {
     std::vector<std::int32_t> ids;
     for (std::uint32_t i = 0; i < count; ++i) ids.push_back(static_cast<std::int32_t>(1 + i));
-    return plan_of({{JobId{id}, RequestId{7}, kind, 0, 1, 0, seconds(10)}}, {{StoreIndex{0}, 0, count, 0, 0, 16}}, ids);
+    return plan_of({{JobId{id}, RequestId{7}, kind, 0, 1, 0, seconds(10)}},
+                   {{StoreIndex{0}, 0, count, 0, 0, 16}}, ids);
   }
   WorkerReport report() {
     WorkerReport out;
@@ -83,8 +86,9 @@ class WorkerTest : public ::testing::Test {
 };
 
 TEST_F(WorkerTest, MovesExactlyTheBytesOfThePlan) {
-  const StepPlan plan = plan_of({{JobId{1}, RequestId{7}, JobKind::kSave, 0, 2, 0, seconds(10)}},
-                                {{StoreIndex{0}, 4, 2, 0, 0, 16}, {StoreIndex{1}, 4, 1, 2, 0, 16}}, {9, 3, 5});
+  const StepPlan plan =
+      plan_of({{JobId{1}, RequestId{7}, JobKind::kSave, 0, 2, 0, seconds(10)}},
+              {{StoreIndex{0}, 4, 2, 0, 0, 16}, {StoreIndex{1}, 4, 1, 2, 0, 16}}, {9, 3, 5});
   EXPECT_TRUE(worker->submit(plan.view(), ReadyToken::host()).accepted);
   EXPECT_TRUE(worker->pump(now));
   ASSERT_EQ(store->puts.size(), 1u);
@@ -159,7 +163,8 @@ TEST_F(WorkerTest, OutcomeAndQuietAreToldApart) {
   ASSERT_EQ(told.jobs.size(), 1u);
   EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kPartial);
   EXPECT_EQ(told.jobs[0].quiet, 0u);
-  EXPECT_THAT(told.failed, ElementsAre(FailedChunk{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}));
+  EXPECT_THAT(told.failed, ElementsAre(FailedChunk{
+                               StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}));
   EXPECT_EQ(worker->counters().unquiet_calls, 1u);
   EXPECT_EQ(worker->counters().jobs_alive, 1u);
   store->become_quiet();
@@ -197,7 +202,8 @@ TEST_F(WorkerTest, WhatWasNotFetchedInTimeCountsAsFailed) {
   worker->pump(now + seconds(11));
   told = report();
   ASSERT_EQ(told.jobs.size(), 1u);
-  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kNone, 1, 0, 0, 0, 0, 0})) << "late bytes do not count";
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kNone, 1, 0, 0, 0, 0, 0}))
+      << "late bytes do not count";
   EXPECT_TRUE(store->gets.empty()) << "nothing new is started for an expired job";
 }
 
@@ -282,7 +288,8 @@ TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
   plan.digest.bytes[0] ^= 1;
   SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(result.accepted);
-  EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " + to_hex(projection->digest())));
+  EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " +
+                                        to_hex(projection->digest())));
   WorkerReport told = report();
   EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}));
 
@@ -297,13 +304,16 @@ TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
 
   plan = simple(JobKind::kSave, 1, 4);
   plan.ids[0] = BlockId{64};
-  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("ids[0] = 64: expected a block id below 64"));
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("ids[0] = 64: expected a block id below 64"));
   plan = simple(JobKind::kSave, 1, 5);
   plan.runs[0].group = StoreIndex{2};
-  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("runs[0].group = 2: expected a store index below 2"));
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].group = 2: expected a store index below 2"));
   plan = simple(JobKind::kSave, 1, 6);
   plan.runs[0].count = 2;
-  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal, HasSubstr("runs[0].first_id + count = 2"));
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].first_id + count = 2"));
 
   std::vector<std::byte> bytes;
   encode(simple(JobKind::kSave, 1, 8).view(), bytes);
@@ -320,7 +330,8 @@ TEST_F(WorkerTest, AFullInboxRefusesTheRest) {
   options.max_queued_jobs = 1;
   build(options);
   EXPECT_TRUE(worker->submit(simple(JobKind::kSave, 1, 1).view(), ReadyToken::host()).accepted);
-  const SubmitResult second = worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
+  const SubmitResult second =
+      worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
   EXPECT_FALSE(second.accepted);
   EXPECT_THAT(second.refusal, HasSubstr("max_queued_jobs"));
   EXPECT_EQ(report().jobs[0].job, JobId{2});
@@ -341,7 +352,8 @@ TEST_F(WorkerTest, CloseCancelsWhatHasNotStartedAndTellsWhatIsUnquiet) {
   EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kCancelled);
   EXPECT_EQ(told.jobs[0].quiet, 0u);
   EXPECT_EQ(told.jobs[1].quiet, 1u);
-  EXPECT_THAT(worker->submit(simple(JobKind::kLoad, 1, 3).view(), ReadyToken::host()).refusal, HasSubstr("worker = closed"));
+  EXPECT_THAT(worker->submit(simple(JobKind::kLoad, 1, 3).view(), ReadyToken::host()).refusal,
+              HasSubstr("worker = closed"));
 }
 
 TEST_F(WorkerTest, RegistrationIsAllOrNothing) {

@@ -20,7 +20,9 @@ StepPlan small_plan() {
   plan.hash_width = 16;
   plan.jobs = {{JobId{1}, RequestId{9}, JobKind::kSave, 0, 2, 0, seconds(60)},
                {JobId{2}, RequestId{8}, JobKind::kLoad, 2, 1, 0, seconds(20)}};
-  plan.runs = {{StoreIndex{0}, 3, 2, 0, 0, 16}, {StoreIndex{1}, 4, 1, 2, 1, 16}, {StoreIndex{0}, 0, 1, 3, 2, 16}};
+  plan.runs = {{StoreIndex{0}, 3, 2, 0, 0, 16},
+               {StoreIndex{1}, 4, 1, 2, 1, 16},
+               {StoreIndex{0}, 0, 1, 3, 2, 16}};
   plan.ids = {BlockId{4}, BlockId{5}, BlockId{31}, BlockId{7}};
   plan.mark_tokens = {64, 80, 16};
   plan.mark_hashes.assign(48, 0xab);
@@ -85,11 +87,13 @@ TEST(StepPlan, NamesWhatItRefuses) {
   EXPECT_THAT(with(4, 0x00010001), HasSubstr("flags = 1: expected 0"));
   const std::size_t jobs = 72;
   EXPECT_THAT(with(jobs + 16, 3), HasSubstr("jobs[0].kind = 3: expected 1 (save) or 2 (load)"));
-  EXPECT_THAT(with(jobs + 24, 9), HasSubstr("jobs[0].first_run + num_runs = 9: expected at most 3 runs"));
+  EXPECT_THAT(with(jobs + 24, 9),
+              HasSubstr("jobs[0].first_run + num_runs = 9: expected at most 3 runs"));
   const std::size_t runs = jobs + 2 * sizeof(JobRecord);
   EXPECT_THAT(with(runs + 8, 0), HasSubstr("runs[0].count = 0: expected at least 1 chunk"));
   EXPECT_THAT(with(runs + 8, 5), HasSubstr("runs[0].first_id + count = 5: expected at most 4 ids"));
-  EXPECT_THAT(with(runs + 16, 2), HasSubstr("runs[0].first_mark + count = 4: expected at most 3 marks"));
+  EXPECT_THAT(with(runs + 16, 2),
+              HasSubstr("runs[0].first_mark + count = 4: expected at most 3 marks"));
   const std::size_t ids = runs + 3 * sizeof(RunRecord);
   EXPECT_THAT(with(ids + 4, 0), HasSubstr("ids[1] = 0: expected a block id of 1 or more"));
   EXPECT_THAT(with(ids + 4, 0xffffffff), HasSubstr("ids[1] = -1"));

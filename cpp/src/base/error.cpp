@@ -9,7 +9,8 @@ namespace {
 
 std::string describe(const std::string& subject, const std::vector<Problem>& problems) {
   std::string text = subject;
-  if (problems.size() > 1) text.append(": ").append(std::to_string(problems.size())).append(" problems");
+  if (problems.size() > 1)
+    text.append(": ").append(std::to_string(problems.size())).append(" problems");
   for (const Problem& problem : problems) {
     text.append(problems.size() > 1 ? "\n  " : ": ").append(problem.path);
     if (!problem.value.empty()) text.append(" = ").append(problem.value);

@@ -31,7 +31,8 @@ void set_log_sink(LogSink sink, void* context, LogLevel level) noexcept {
 void log(LogLevel level, std::string_view line) noexcept {
   Target& to = target();
   const std::lock_guard lock(to.mutex);
-  if (to.sink != nullptr && level >= to.level && to.level != LogLevel::kOff) to.sink(to.context, level, line);
+  if (to.sink != nullptr && level >= to.level && to.level != LogLevel::kOff)
+    to.sink(to.context, level, line);
 }
 
 }  // namespace kvprism

@@ -29,7 +29,9 @@ int severity(JobOutcome outcome) noexcept {
   return 5;
 }
 
-auto order(const FailedChunk& chunk) noexcept { return std::tuple(raw(chunk.group), chunk.chunk, chunk.status); }
+auto order(const FailedChunk& chunk) noexcept {
+  return std::tuple(raw(chunk.group), chunk.chunk, chunk.status);
+}
 
 struct Job {
   RequestId request{};
@@ -38,7 +40,7 @@ struct Job {
   std::uint64_t outcome_ranks = 0;  // one bit per rank
   std::uint64_t quiet_ranks = 0;
   bool whole = false;
-  bool final = false;               // the outcome is decided
+  bool final = false;  // the outcome is decided
   bool quarantined = false;
   bool quiet_queued = false;
   std::uint64_t bytes = 0;
@@ -83,7 +85,8 @@ struct JobLedger::Impl {
     const auto same_chunk = [](const FailedChunk& a, const FailedChunk& b) {
       return a.group == b.group && a.chunk == b.chunk;
     };
-    job.failed.erase(std::unique(job.failed.begin(), job.failed.end(), same_chunk), job.failed.end());
+    job.failed.erase(std::unique(job.failed.begin(), job.failed.end(), same_chunk),
+                     job.failed.end());
     ++counters.outcomes;
     outcomes.push_back(id);
     if (job.quiet_ranks != all_ranks) quarantines.push({now + options.quarantine_after, id});
@@ -113,13 +116,15 @@ struct JobLedger::Impl {
 
 JobLedger::JobLedger(const LedgerOptions& options) : impl_(std::make_unique<Impl>()) {
   impl_->options = options;
-  impl_->all_ranks = options.ranks >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << options.ranks) - 1;
+  impl_->all_ranks =
+      options.ranks >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << options.ranks) - 1;
 }
 JobLedger::~JobLedger() = default;
 JobLedger::JobLedger(JobLedger&&) noexcept = default;
 JobLedger& JobLedger::operator=(JobLedger&&) noexcept = default;
 
-JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId> blocks, Instant deadline) {
+JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId> blocks,
+                       Instant deadline) {
   const JobId id{impl_->next_id++};
   Job& job = impl_->jobs[raw(id)];
   job.request = request;
@@ -131,7 +136,8 @@ JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId>
   return id;
 }
 
-void JobLedger::notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now) {
+void JobLedger::notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed,
+                       Instant now) {
   Job* const job = impl_->find(report.job);
   if (job == nullptr || raw(rank) >= impl_->options.ranks) {
     ++impl_->counters.unknown_notices;
@@ -147,7 +153,8 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
         ++impl_->counters.late_notices;
       } else {
         if (severity(report.outcome) > severity(job->outcome)) job->outcome = report.outcome;
-        job->whole |= report.outcome == JobOutcome::kFailed || report.outcome == JobOutcome::kCancelled;
+        job->whole |=
+            report.outcome == JobOutcome::kFailed || report.outcome == JobOutcome::kCancelled;
         job->failed.insert(job->failed.end(), failed.begin(), failed.end());
         job->bytes += report.bytes;
         job->objects += report.objects;

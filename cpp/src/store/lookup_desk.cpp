@@ -19,11 +19,13 @@ void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t max, Visit vi
     const std::uint32_t end = max / group.chunk_tokens;
     if (group.rule == HitRule::kLastState) {
       // Only a state at a multiple of S can end a hit.
-      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= max; tokens += alignment_) {
+      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= max;
+           tokens += alignment_) {
         visit(index, tokens / group.chunk_tokens - 1);
       }
     } else if (group.rule != HitRule::kNever) {
-      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk) visit(index, chunk);
+      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk)
+        visit(index, chunk);
     }
   }
 }
@@ -42,11 +44,13 @@ void LookupDesk::ask(const std::vector<Question>& questions, Instant now, Instan
   std::vector<Asked> asked;
   asked.reserve(questions.size());
   for (const Question& question : questions) {
-    asked.push_back({question.request, question.serial, question.local, question.max, batch->keys.size()});
+    asked.push_back(
+        {question.request, question.serial, question.local, question.max, batch->keys.size()});
     for_each_chunk(question.local, question.max, [&](StoreIndex group, std::uint32_t chunk) {
       const std::uint32_t tokens = (chunk + 1) * groups_[raw(group)].chunk_tokens;
       const auto hash = question.hashes[tokens / hash_tokens_ - 1];
-      for (const RankPosition& shard : schema_->shards(group)) schema_->append_key(batch->keys, group, shard, hash);
+      for (const RankPosition& shard : schema_->shards(group))
+        schema_->append_key(batch->keys, group, shard, hash);
     });
   }
   ++counters_.calls;
@@ -60,7 +64,8 @@ void LookupDesk::ask(const std::vector<Question>& questions, Instant now, Instan
   for (const Asked& one : asked) answers.push_back({one.request, one.serial, one.local, true});
 }
 
-std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed) {
+std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResult>& items,
+                                 bool& failed) {
   presence_.reset(groups_.size());
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     presence_.set_chunks(index, asked.max / groups_[raw(index)].chunk_tokens);
@@ -71,7 +76,8 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
     for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
       const ItemStatus status = key < items.size() ? items[key].status : ItemStatus::kFailed;
       everywhere &= status == ItemStatus::kOk;
-      failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing && status != ItemStatus::kNotReady;
+      failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
+                status != ItemStatus::kNotReady;
     }
     if (everywhere) presence_.mark(group, chunk);
   });

@@ -1,4 +1,5 @@
-// Asks the index for the prefixes of many requests in one call and turns the answers into hit lengths (decision 9).
+// Asks the index for the prefixes of many requests in one call and turns the answers into hit
+// lengths (decision 9).
 #pragma once
 
 #include <cstdint>
@@ -39,8 +40,10 @@ class LookupDesk {
  public:
   LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index);
 
-  // All questions of a step as one call. Questions of a refused call are answered at once, as failed.
-  void ask(const std::vector<Question>& questions, Instant now, Instant deadline, std::vector<Answer>& answers);
+  // All questions of a step as one call. Questions of a refused call are answered at once, as
+  // failed.
+  void ask(const std::vector<Question>& questions, Instant now, Instant deadline,
+           std::vector<Answer>& answers);
 
   // Appends the answers that have arrived.
   void poll(Instant now, std::vector<Answer>& answers);
@@ -58,7 +61,8 @@ class LookupDesk {
     std::size_t first_key = 0;
   };
 
-  // Calls visit(group index, chunk) for every chunk that a hit in (local, max] could need, in key order.
+  // Calls visit(group index, chunk) for every chunk that a hit in (local, max] could need, in key
+  // order.
   template <class Visit>
   void for_each_chunk(std::uint32_t local, std::uint32_t max, Visit visit) const;
 

@@ -1,4 +1,5 @@
-// Appends jobs to a step plan: runs of consecutive chunks, ids, and marks that the runs of a job share.
+// Appends jobs to a step plan: runs of consecutive chunks, ids, and marks that the runs of a job
+// share.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,8 @@ class PlanBuilder {
     sequences_.clear();
   }
 
-  // Marks for the chunks `range` of `chunk_tokens` tokens each, out of hashes at granularity `hash_tokens`. Later runs
-  // of the same chunk size use them.
+  // Marks for the chunks `range` of `chunk_tokens` tokens each, out of hashes at granularity
+  // `hash_tokens`. Later runs of the same chunk size use them.
   void add_marks(const ChunkRange& range, std::uint32_t chunk_tokens, const HashList& hashes,
                  std::uint32_t hash_tokens) {
     sequences_.push_back({chunk_tokens, range, size(plan_.mark_tokens)});
@@ -36,19 +37,22 @@ class PlanBuilder {
   }
 
   // One mark of its own, for a block that the engine handed off.
-  void add_mark(std::uint32_t tokens, std::uint32_t chunk_tokens, std::span<const std::uint8_t> hash) {
+  void add_mark(std::uint32_t tokens, std::uint32_t chunk_tokens,
+                std::span<const std::uint8_t> hash) {
     const std::uint32_t chunk = tokens / chunk_tokens - 1;
     sequences_.push_back({chunk_tokens, {chunk, chunk + 1}, size(plan_.mark_tokens)});
     append_mark(tokens, hash);
   }
 
-  // Appends one chunk, extending the last run when it follows on. A sequence of its chunk size must cover it.
+  // Appends one chunk, extending the last run when it follows on. A sequence of its chunk size must
+  // cover it.
   void add_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens, BlockId block) {
     const std::uint32_t mark = mark_of(chunk, chunk_tokens);
     plan_.ids.push_back(block);
     if (plan_.runs.size() > first_run_) {
       RunRecord& last = plan_.runs.back();
-      if (last.group == group && last.first_chunk + last.count == chunk && last.first_mark + last.count == mark) {
+      if (last.group == group && last.first_chunk + last.count == chunk &&
+          last.first_mark + last.count == mark) {
         ++last.count;
         return;
       }
@@ -65,7 +69,8 @@ class PlanBuilder {
   }
 
   void finish(JobId id, RequestId request, JobKind kind, Duration timeout) {
-    plan_.jobs.push_back({id, request, kind, first_run_, size(plan_.runs) - first_run_, 0, timeout});
+    plan_.jobs.push_back(
+        {id, request, kind, first_run_, size(plan_.runs) - first_run_, 0, timeout});
   }
 
   void abandon() {
@@ -94,7 +99,8 @@ class PlanBuilder {
 
   std::uint32_t mark_of(std::uint32_t chunk, std::uint32_t chunk_tokens) const noexcept {
     for (const Sequence& sequence : sequences_) {
-      if (sequence.chunk_tokens == chunk_tokens && chunk >= sequence.range.first && chunk < sequence.range.end) {
+      if (sequence.chunk_tokens == chunk_tokens && chunk >= sequence.range.first &&
+          chunk < sequence.range.end) {
         return sequence.first_mark + (chunk - sequence.range.first);
       }
     }

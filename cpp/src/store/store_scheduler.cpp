@@ -25,16 +25,16 @@ struct Lookup {
   std::uint32_t engine_local = 0;  // what the engine said last; at least asked_local
   std::uint32_t max = 0;
   std::uint32_t hit = 0;
-  Instant at;                      // of the question, then of the answer
+  Instant at;  // of the question, then of the answer
 };
 
 struct Request {
   std::uint64_t generation = 0;  // tells two requests of one id apart
   std::vector<std::uint8_t> hashes;
-  std::uint32_t accepted = 0;    // tokens
-  std::uint32_t planned = 0;     // tokens whose save is planned or known: the watermark
-  std::uint32_t retry_above = 0; // a failed save is tried again only with progress beyond this
-  bool bypass = false;           // a load failed: compute instead of asking again (R41)
+  std::uint32_t accepted = 0;     // tokens
+  std::uint32_t planned = 0;      // tokens whose save is planned or known: the watermark
+  std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
+  bool bypass = false;            // a load failed: compute instead of asking again (R41)
   bool loading = false;
   Lookup lookup;
 };
@@ -71,7 +71,8 @@ void check_options(const StoreSchedulerOptions& options, ProblemList& problems) 
     problems.add("ranks", std::to_string(options.ranks), "1 to 64 workers");
   }
   const auto positive = [&](const char* name, Duration value) {
-    if (value.ns <= 0) problems.add(name, std::to_string(value.ns) + " ns", "a bound of more than 0");
+    if (value.ns <= 0)
+      problems.add(name, std::to_string(value.ns) + " ns", "a bound of more than 0");
   };
   positive("lookup_timeout", options.lookup_timeout);
   positive("lookup_fresh_for", options.lookup_fresh_for);
@@ -84,15 +85,19 @@ void check_options(const StoreSchedulerOptions& options, ProblemList& problems) 
 
 // `failed` is sorted by group and chunk (JobEvent).
 bool is_failed(const std::vector<FailedChunk>& failed, StoreIndex group, std::uint32_t chunk) {
-  const auto at = std::lower_bound(failed.begin(), failed.end(), std::pair(group, chunk),
-                                   [](const FailedChunk& f, const std::pair<StoreIndex, std::uint32_t>& wanted) {
-                                     return std::pair(f.group, f.chunk) < wanted;
-                                   });
+  const auto at = std::lower_bound(
+      failed.begin(), failed.end(), std::pair(group, chunk),
+      [](const FailedChunk& f, const std::pair<StoreIndex, std::uint32_t>& wanted) {
+        return std::pair(f.group, f.chunk) < wanted;
+      });
   return at != failed.end() && at->group == group && at->chunk == chunk;
 }
 
-// A worker's own bound comes first, so that its report, which names the chunks, is the one that counts.
-Instant ledger_deadline(Instant now, Duration timeout) { return now + timeout + Duration{timeout.ns / 4}; }
+// A worker's own bound comes first, so that its report, which names the chunks, is the one that
+// counts.
+Instant ledger_deadline(Instant now, Duration timeout) {
+  return now + timeout + Duration{timeout.ns / 4};
+}
 
 }  // namespace
 
@@ -131,7 +136,7 @@ struct StoreScheduler::Impl {
   std::unordered_map<std::uint64_t, Request> requests;
   std::unordered_map<std::uint64_t, Load> loads;  // by job
   std::unordered_map<std::uint64_t, Save> saves;
-  std::vector<RequestId> queued;                  // requests with a question for this step
+  std::vector<RequestId> queued;  // requests with a question for this step
   std::vector<Offer> offers;
   std::vector<std::uint8_t> offer_hashes;
   std::vector<BlockId> acquired;
@@ -174,7 +179,8 @@ struct StoreScheduler::Impl {
     return {request.hashes.data(), hash_count(request), hash_width};
   }
 
-  // The first width that the engine uses holds: two widths in one plan would name two kinds of prefix.
+  // The first width that the engine uses holds: two widths in one plan would name two kinds of
+  // prefix.
   bool accept_width(const HashList& hashes) {
     if (hashes.count == 0) return true;
     if (hashes.width < kMinHashWidth || hashes.width > kMaxHashWidth) return false;
@@ -182,7 +188,8 @@ struct StoreScheduler::Impl {
     return hashes.width == hash_width;
   }
   static void append_hashes(Request& request, const HashList& hashes, std::uint32_t from) {
-    request.hashes.insert(request.hashes.end(), hashes.data + static_cast<std::size_t>(from) * hashes.width,
+    request.hashes.insert(request.hashes.end(),
+                          hashes.data + static_cast<std::size_t>(from) * hashes.width,
                           hashes.data + static_cast<std::size_t>(hashes.count) * hashes.width);
   }
 
@@ -207,13 +214,15 @@ struct StoreScheduler::Impl {
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   void plan_offers(Instant now);
-  void start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now, bool references_held);
+  void start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
+                  bool references_held);
   void settle(Instant now);
   void end_save(const JobEvent& end, Instant now);
   void end_load(JobId id, Load& load, const JobEvent& end, bool quiet);
 };
 
-void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t max, Instant now) {
+void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t local,
+                               std::uint32_t max, Instant now) {
   Lookup& lookup = request.lookup;
   if (lookup.state != LookupState::kQueued) queued.push_back(id);
   lookup.state = LookupState::kQueued;
@@ -238,7 +247,8 @@ void StoreScheduler::Impl::take_answers(Instant now) {
   answers.clear();
 }
 
-// One sequence of marks for each chunk size that `ranges` uses, wide enough for every group of that size.
+// One sequence of marks for each chunk size that `ranges` uses, wide enough for every group of that
+// size.
 void StoreScheduler::Impl::add_marks(const Request& request) {
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::uint32_t chunk_tokens = groups[g].chunk_tokens;
@@ -248,13 +258,16 @@ void StoreScheduler::Impl::add_marks(const Request& request) {
       if (groups[other].chunk_tokens != chunk_tokens || ranges[other].empty()) continue;
       earlier |= other < g;
       wide = wide.empty() ? ranges[other]
-                          : ChunkRange{std::min(wide.first, ranges[other].first), std::max(wide.end, ranges[other].end)};
+                          : ChunkRange{std::min(wide.first, ranges[other].first),
+                                       std::max(wide.end, ranges[other].end)};
     }
-    if (!earlier && !ranges[g].empty()) builder.add_marks(wide, chunk_tokens, hashes_of(request), hash_tokens);
+    if (!earlier && !ranges[g].empty())
+      builder.add_marks(wide, chunk_tokens, hashes_of(request), hash_tokens);
   }
 }
 
-void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job) {
+void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const BlockRows& rows,
+                                     Instant now, JobId& job) {
   const std::uint32_t local = request.lookup.engine_local;
   const std::uint32_t hit = request.lookup.hit;
   begin_plan();
@@ -294,7 +307,8 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     refused.job = job;
     refused.outcome = JobOutcome::kFailed;
     refused.quiet = 1;
-    for (std::uint32_t rank = 0; rank < options.ranks; ++rank) ledger.notice(Rank{rank}, refused, {}, now);
+    for (std::uint32_t rank = 0; rank < options.ranks; ++rank)
+      ledger.notice(Rank{rank}, refused, {}, now);
   }
   loads.emplace(raw(job), std::move(load));
   request.loading = true;
@@ -316,16 +330,18 @@ std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const B
       }
       // A window's table loses its oldest blocks in place (R05); of a prefix every chunk is needed.
       ++counters.sources_skipped;
-      if (group.rule == HitRule::kPrefix) reached = std::min(reached, aligned(chunk * group.chunk_tokens));
+      if (group.rule == HitRule::kPrefix)
+        reached = std::min(reached, aligned(chunk * group.chunk_tokens));
     }
   }
   return reached;
 }
 
-void StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
-                                      bool references_held) {
+void StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
+                                      const TokenRange& range, Instant now, bool references_held) {
   const auto blocks = builder.blocks();
-  const JobId job = ledger.start(JobKind::kSave, id, blocks, ledger_deadline(now, options.save_timeout));
+  const JobId job =
+      ledger.start(JobKind::kSave, id, blocks, ledger_deadline(now, options.save_timeout));
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
   saves.emplace(raw(job), Save{id, generation, range});
@@ -343,7 +359,8 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
     for (; end < offers.size() && offers[end].request == offers[first].request; ++end) {
       const Offer& offer = offers[end];
       const std::uint32_t chunk_tokens = groups[raw(offer.group)].chunk_tokens;
-      builder.add_mark(offer.tokens, chunk_tokens, std::span(offer_hashes).subspan(offer.hash_at, hash_width));
+      builder.add_mark(offer.tokens, chunk_tokens,
+                       std::span(offer_hashes).subspan(offer.hash_at, hash_width));
       builder.add_chunk(offer.group, offer.tokens / chunk_tokens - 1, chunk_tokens, offer.block);
     }
     const Request* const request = find(offers[first].request);
@@ -398,7 +415,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   } else if (end.failed.empty()) {
     result.valid_tokens = load.hit;
   } else {
-    // A shorter hit may need chunks that this load never asked for: only what was fetched counts as present.
+    // A shorter hit may need chunks that this load never asked for: only what was fetched counts as
+    // present.
     loaded.reset(groups.size());
     for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
       loaded.set_chunks(index, load.hit / groups[raw(index)].chunk_tokens);
@@ -417,7 +435,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     for (std::uint32_t i = 0; i < run.count && !result.complete; ++i) {
       const std::uint32_t chunk = run.first_chunk + i;
       if (!end.whole && !is_failed(end.failed, run.group, chunk)) continue;
-      result.failed.push_back({projection().group_id(run.group), chunk, load.ids[run.first_id + i]});
+      result.failed.push_back(
+          {projection().group_id(run.group), chunk, load.ids[run.first_id + i]});
     }
   }
   for (const FailedChunk& chunk : end.failed) {
@@ -464,7 +483,8 @@ void StoreScheduler::Impl::settle(Instant now) {
   }
 }
 
-StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
+StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
+                               std::shared_ptr<ObjectIndex> index,
                                const StoreSchedulerOptions& options) {
   ProblemList problems;
   if (!schema) problems.add("schema", "null", "a key schema");
@@ -481,8 +501,9 @@ StoreScheduler::~StoreScheduler() = default;
 const Projection& StoreScheduler::projection() const noexcept { return impl_->projection(); }
 const StoreSchedulerOptions& StoreScheduler::options() const noexcept { return impl_->options; }
 
-LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens, const HashList& hashes,
-                                    std::uint32_t local_tokens, Instant now) {
+LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
+                                    const HashList& hashes, std::uint32_t local_tokens,
+                                    Instant now) {
   Impl& s = *impl_;
   if (!s.options.loads || !s.accept_width(hashes)) return {};
   const std::uint32_t hashed = s.aligned(std::min(prompt_tokens, hashes.count * s.hash_tokens));
@@ -498,11 +519,14 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens, c
 
   s.take_answers(now);
   Lookup& lookup = request.lookup;
-  const bool stale = lookup.state == LookupState::kDone && now - lookup.at > s.options.lookup_fresh_for;
-  if (lookup.state == LookupState::kNone || stale || local < lookup.asked_local || max != lookup.max) {
+  const bool stale =
+      lookup.state == LookupState::kDone && now - lookup.at > s.options.lookup_fresh_for;
+  if (lookup.state == LookupState::kNone || stale || local < lookup.asked_local ||
+      max != lookup.max) {
     if (lookup.state == LookupState::kNone) ++s.counters.lookups;
     s.ask(id, request, local, max, now);
-  } else if (lookup.state == LookupState::kInFlight && now - lookup.at >= s.options.lookup_timeout) {
+  } else if (lookup.state == LookupState::kInFlight &&
+             now - lookup.at >= s.options.lookup_timeout) {
     lookup.state = LookupState::kDone;  // late is a miss
     lookup.hit = lookup.asked_local;
     lookup.at = now;
@@ -513,8 +537,8 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens, c
   return {false, lookup.hit > local ? lookup.hit - local : 0};
 }
 
-std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t external_tokens, const BlockRows& rows,
-                                               Instant now) {
+std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t external_tokens,
+                                               const BlockRows& rows, Instant now) {
   Impl& s = *impl_;
   Request* const request = s.find(id);
   if (request == nullptr || request->loading) return std::nullopt;
@@ -530,7 +554,8 @@ std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t exter
   return job;
 }
 
-void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens, const HashList& new_hashes) {
+void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens,
+                              const HashList& new_hashes) {
   Impl& s = *impl_;
   Request& request = s.remember(id);
   request.accepted = accepted_tokens;
@@ -551,7 +576,8 @@ TokenRange StoreScheduler::wants_save(RequestId id, Instant now) const noexcept 
   return {request->planned, to};
 }
 
-void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows, Instant now) {
+void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows,
+                          Instant now) {
   Impl& s = *impl_;
   TokenRange wanted = wants_save(id, now);
   wanted.to = std::min(wanted.to, s.aligned(range.to));
@@ -583,11 +609,13 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   const std::optional<StoreIndex> index = s.projection().store_index(group);
   if (!s.options.saves || !index) return;
   const std::uint32_t chunk_tokens = s.groups[raw(*index)].chunk_tokens;
-  const bool known = request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;
-  const bool block_ok = raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < s.projection().num_blocks();
+  const bool known =
+      request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;
+  const bool block_ok =
+      raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < s.projection().num_blocks();
   // A state off the grid of S can end no hit.
-  if (!known || !block_ok || s.save_rules[raw(*index)] != SaveRule::kHandOff || tokens % s.step_tokens != 0 ||
-      tokens % chunk_tokens != 0) {
+  if (!known || !block_ok || s.save_rules[raw(*index)] != SaveRule::kHandOff ||
+      tokens % s.step_tokens != 0 || tokens % chunk_tokens != 0) {
     ++s.counters.offers_refused;
     return;
   }
@@ -608,7 +636,8 @@ void StoreScheduler::finished(RequestId id, FinishReason) {
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
   const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
-  if (impl_->options.saves && impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
+  if (impl_->options.saves &&
+      impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
     ++impl_->counters.saves_dropped;
   }
   impl_->requests.erase(raw(id));
@@ -624,7 +653,8 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
     Lookup& lookup = request->lookup;
     lookup.state = LookupState::kInFlight;
     lookup.at = now;
-    s.questions.push_back({id, lookup.serial, lookup.asked_local, lookup.max, s.hashes_of(*request)});
+    s.questions.push_back(
+        {id, lookup.serial, lookup.asked_local, lookup.max, s.hashes_of(*request)});
   }
   s.queued.clear();
   s.desk.ask(s.questions, now, now + s.options.lookup_timeout, s.answers);
@@ -645,8 +675,9 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
   }
   for (const JobReport& job : report.jobs) {
     const auto failed = report.failed_of(job);
-    const bool known = std::all_of(failed.begin(), failed.end(),
-                                   [&](const FailedChunk& chunk) { return raw(chunk.group) < s.groups.size(); });
+    const bool known = std::all_of(failed.begin(), failed.end(), [&](const FailedChunk& chunk) {
+      return raw(chunk.group) < s.groups.size();
+    });
     if (!known) {
       ++s.counters.reports_malformed;
       continue;
@@ -682,7 +713,8 @@ void StoreScheduler::take_released(std::vector<BlockId>& out) {
 }
 
 bool StoreScheduler::has_pending_work() const noexcept {
-  return impl_->ledger.size() > 0 || !impl_->offers.empty() || !impl_->load_ends.empty() || !impl_->released.empty();
+  return impl_->ledger.size() > 0 || !impl_->offers.empty() || !impl_->load_ends.empty() ||
+         !impl_->released.empty();
 }
 std::size_t StoreScheduler::tracked() const noexcept {
   return impl_->requests.size() + impl_->ledger.size() + impl_->loads.size() + impl_->saves.size() +

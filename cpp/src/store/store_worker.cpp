@@ -27,7 +27,7 @@ struct Job {
   Duration timeout;
   Instant deadline;
   ReadyToken ready = ReadyToken::host();
-  std::vector<RunRecord> runs;       // first_id and first_mark count from the job's own arrays
+  std::vector<RunRecord> runs;  // first_id and first_mark count from the job's own arrays
   std::vector<BlockId> ids;
   std::vector<std::uint8_t> hashes;  // hash_width bytes per mark
   std::uint32_t hash_width = 0;
@@ -109,10 +109,12 @@ struct StoreWorker::Impl {
         inbox(wanted.max_queued_jobs) {
     const StoreCapabilities capabilities = store->capabilities();
     if (capabilities.max_segments_per_call != 0) {
-      options.max_segments_per_call = std::min(options.max_segments_per_call, capabilities.max_segments_per_call);
+      options.max_segments_per_call =
+          std::min(options.max_segments_per_call, capabilities.max_segments_per_call);
     }
     if (capabilities.max_bytes_per_call != 0) {
-      options.max_bytes_per_call = std::min(options.max_bytes_per_call, capabilities.max_bytes_per_call);
+      options.max_bytes_per_call =
+          std::min(options.max_bytes_per_call, capabilities.max_bytes_per_call);
     }
     for (const StoreIndex group : indices<StoreIndex>(map->projection().num_store_groups())) {
       shards.push_back(schema->shard_of(group, options.position));
@@ -170,9 +172,11 @@ struct StoreWorker::Impl {
   bool retire();
 };
 
-void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry, const std::vector<FailedChunk>& failed) {
+void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
+                             const std::vector<FailedChunk>& failed) {
   const std::lock_guard lock(outbox_mutex);
-  auto report = std::find_if(outbox.begin(), outbox.end(), [&](const WorkerReport& r) { return r.epoch == epoch; });
+  auto report = std::find_if(outbox.begin(), outbox.end(),
+                             [&](const WorkerReport& r) { return r.epoch == epoch; });
   if (report == outbox.end()) {
     outbox.emplace_back();
     report = std::prev(outbox.end());
@@ -187,7 +191,8 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry, const 
 }
 
 // A refused plan's jobs have ended: no call was made for them.
-SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids, std::string why) {
+SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
+                                       std::string why) {
   for (const JobId id : ids) {
     JobReport entry;
     entry.job = id;
@@ -201,10 +206,12 @@ SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<Jo
 
 std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   const Projection& projection = map->projection();
-  const auto problem = [](std::string path, std::string value, std::string expected, std::string hint = {}) {
-    return std::string(Error(ErrorCode::kMismatch, "step plan",
-                             {{std::move(path), std::move(value), std::move(expected), std::move(hint)}})
-                           .what());
+  const auto problem = [](std::string path, std::string value, std::string expected,
+                          std::string hint = {}) {
+    return std::string(
+        Error(ErrorCode::kMismatch, "step plan",
+              {{std::move(path), std::move(value), std::move(expected), std::move(hint)}})
+            .what());
   };
   if (closed) return problem("worker", "closed", "an open worker");
   if (plan.digest != projection.digest()) {
@@ -224,7 +231,8 @@ std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   for (std::size_t r = 0; r < plan.runs.size(); ++r) {
     const std::size_t groups = projection.num_store_groups();
     if (raw(plan.runs[r].group) >= groups) {
-      return problem("runs[" + std::to_string(r) + "].group", std::to_string(raw(plan.runs[r].group)),
+      return problem("runs[" + std::to_string(r) + "].group",
+                     std::to_string(raw(plan.runs[r].group)),
                      "a store index below " + std::to_string(groups));
     }
   }
@@ -237,7 +245,8 @@ std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   return {};
 }
 
-void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const {
+void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& record,
+                                 Job& job) const {
   job.reset();
   job.id = record.id;
   job.epoch = plan.epoch;
@@ -253,8 +262,9 @@ void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& reco
     job.runs.push_back(own);
     const auto ids = plan.ids.subspan(run.first_id, run.count);
     job.ids.insert(job.ids.end(), ids.begin(), ids.end());
-    const auto hashes = plan.mark_hashes.subspan(static_cast<std::size_t>(run.first_mark) * plan.hash_width,
-                                                 static_cast<std::size_t>(run.count) * plan.hash_width);
+    const auto hashes =
+        plan.mark_hashes.subspan(static_cast<std::size_t>(run.first_mark) * plan.hash_width,
+                                 static_cast<std::size_t>(run.count) * plan.hash_width);
     job.hashes.insert(job.hashes.end(), hashes.begin(), hashes.end());
   }
 }
@@ -324,7 +334,8 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   if (!call) return false;
   call->put = put;
   const OpId op{next_op++};
-  const bool started = put ? store->start_put(op, batch, now, deadline) : store->start_get(op, batch, now, deadline);
+  const bool started =
+      put ? store->start_put(op, batch, now, deadline) : store->start_get(op, batch, now, deadline);
   if (!started) {
     for (const auto& [job, cursor] : call->jobs) job->cursor = cursor;
     idle_batches.give(std::move(batch));
@@ -349,7 +360,8 @@ void StoreWorker::Impl::finish_items(Call& call, const std::vector<ItemResult>& 
     segments += map->segments_per_block(item.group);
     ItemResult result = i < results.size() ? results[i] : ItemResult{ItemStatus::kFailed, 0};
     // Every byte or none: an object of another size is not this object.
-    if (!call.put && result.status == ItemStatus::kOk && result.bytes != map->object_bytes(item.group)) {
+    if (!call.put && result.status == ItemStatus::kOk &&
+        result.bytes != map->object_bytes(item.group)) {
       result.status = ItemStatus::kSizeMismatch;
     }
     const bool good = call.put ? stored(result.status) : result.status == ItemStatus::kOk;
@@ -381,12 +393,14 @@ void StoreWorker::Impl::tell_outcome(Job& job, JobOutcome outcome) {
   tell(job.epoch, entry, job.failed);
 }
 
-// Everything without a good answer counts as failed: chunks not asked for, and chunks without an answer yet.
+// Everything without a good answer counts as failed: chunks not asked for, and chunks without an
+// answer yet.
 void StoreWorker::Impl::list_unfetched(Job& job, ItemStatus status) {
   for (const auto& [op, call] : calls) {
     if (call->outcome) continue;
     for (const Item& item : call->items) {
-      if (item.job == &job) job.failed.push_back({item.group, item.chunk, static_cast<std::uint32_t>(status)});
+      if (item.job == &job)
+        job.failed.push_back({item.group, item.chunk, static_cast<std::uint32_t>(status)});
     }
   }
   for (; !job.issued(); job.cursor = {job.cursor.run + 1, 0}) {
@@ -479,20 +493,24 @@ bool StoreWorker::Impl::retire() {
   return true;
 }
 
-StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
-                         std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options) {
+StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
+                         std::shared_ptr<const SegmentMap> map, std::shared_ptr<ObjectStore> store,
+                         const StoreWorkerOptions& options) {
   ProblemList problems;
   if (!schema) problems.add("schema", "null", "a key schema");
   if (!map) problems.add("map", "null", "a segment map");
   if (!store) problems.add("store", "null", "an object store");
-  if (options.max_segments_per_call == 0) problems.add("max_segments_per_call", "0", "at least 1 segment");
+  if (options.max_segments_per_call == 0)
+    problems.add("max_segments_per_call", "0", "at least 1 segment");
   if (options.max_bytes_per_call == 0) problems.add("max_bytes_per_call", "0", "at least 1 byte");
   if (options.max_gets_in_flight == 0) problems.add("max_gets_in_flight", "0", "at least 1 call");
   if (options.max_puts_in_flight == 0) problems.add("max_puts_in_flight", "0", "at least 1 call");
   if (options.max_queued_jobs == 0) problems.add("max_queued_jobs", "0", "at least 1 job");
   if (schema && map && schema->projection().digest() != map->projection().digest()) {
-    problems.add("schema.projection", to_hex(schema->projection().digest()), to_hex(map->projection().digest()),
-                 Projection::describe_mismatch(map->projection().digest_facts(), schema->projection().digest_facts()));
+    problems.add("schema.projection", to_hex(schema->projection().digest()),
+                 to_hex(map->projection().digest()),
+                 Projection::describe_mismatch(map->projection().digest_facts(),
+                                               schema->projection().digest_facts()));
   }
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store), options);
@@ -540,7 +558,8 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
   if (refused.empty()) return {};
   return impl_->refuse(plan.epoch, refused,
                        "step plan: " + std::to_string(refused.size()) + " jobs: expected at most " +
-                           std::to_string(impl_->options.max_queued_jobs) + " queued jobs (max_queued_jobs)");
+                           std::to_string(impl_->options.max_queued_jobs) +
+                           " queued jobs (max_queued_jobs)");
 }
 
 SubmitResult StoreWorker::submit(std::span<const std::byte> encoded_plan, ReadyToken ready) {

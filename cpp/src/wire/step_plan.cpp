@@ -49,7 +49,8 @@ void check_run(const RunRecord& run, std::size_t index, const StepPlanView& plan
   const std::string path = "runs[" + std::to_string(index) + "]";
   const std::uint64_t ids_end = std::uint64_t{run.first_id} + run.count;
   const std::uint64_t marks_end = std::uint64_t{run.first_mark} + run.count;
-  if (run.count == 0) detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".count", 0, "at least 1 chunk");
+  if (run.count == 0)
+    detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".count", 0, "at least 1 chunk");
   if (ids_end > plan.ids.size()) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".first_id + count", ids_end,
                    "at most " + std::to_string(plan.ids.size()) + " ids");
@@ -65,13 +66,13 @@ void check_jobs(const StepPlanView& plan) {
     const JobRecord& job = plan.jobs[j];
     const std::string path = "jobs[" + std::to_string(j) + "]";
     if (job.kind != JobKind::kSave && job.kind != JobKind::kLoad) {
-      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".kind", static_cast<std::uint32_t>(job.kind),
-                     "1 (save) or 2 (load)");
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".kind",
+                     static_cast<std::uint32_t>(job.kind), "1 (save) or 2 (load)");
     }
     const std::uint64_t runs_end = std::uint64_t{job.first_run} + job.num_runs;
     if (runs_end > plan.runs.size()) {
-      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".first_run + num_runs", runs_end,
-                     "at most " + std::to_string(plan.runs.size()) + " runs");
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".first_run + num_runs",
+                     runs_end, "at most " + std::to_string(plan.runs.size()) + " runs");
     }
   }
 }
@@ -82,8 +83,10 @@ void encode(const StepPlanView& plan, std::vector<std::byte>& out) {
   out.clear();
   Header header = header_of(plan);
   header.total_bytes = sizeof(Header) + detail::padded8(plan.jobs.size_bytes()) +
-                       detail::padded8(plan.runs.size_bytes()) + detail::padded8(plan.ids.size_bytes()) +
-                       detail::padded8(plan.mark_tokens.size_bytes()) + detail::padded8(plan.mark_hashes.size_bytes());
+                       detail::padded8(plan.runs.size_bytes()) +
+                       detail::padded8(plan.ids.size_bytes()) +
+                       detail::padded8(plan.mark_tokens.size_bytes()) +
+                       detail::padded8(plan.mark_hashes.size_bytes());
   out.reserve(header.total_bytes);
   detail::append_array(out, std::span<const Header>(&header, 1));
   detail::append_array(out, plan.jobs);
@@ -95,20 +98,25 @@ void encode(const StepPlanView& plan, std::vector<std::byte>& out) {
 
 void check_plan(const StepPlanView& plan) {
   if (!plan.jobs.empty() && (plan.hash_width < kMinHashWidth || plan.hash_width > kMaxHashWidth)) {
-    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "hash_width", plan.hash_width,
-                   std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) + " bytes");
+    detail::refuse(
+        ErrorCode::kInvalidArgument, kSubject, "hash_width", plan.hash_width,
+        std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) + " bytes");
   }
   if (plan.mark_hashes.size() != plan.mark_tokens.size() * plan.hash_width) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "mark_hashes", plan.mark_hashes.size(),
-                   std::to_string(plan.mark_tokens.size()) + " hashes of " + std::to_string(plan.hash_width) + " bytes");
+                   std::to_string(plan.mark_tokens.size()) + " hashes of " +
+                       std::to_string(plan.hash_width) + " bytes");
   }
   check_jobs(plan);
   for (std::size_t r = 0; r < plan.runs.size(); ++r) check_run(plan.runs[r], r, plan);
-  const auto bad = std::find_if(plan.ids.begin(), plan.ids.end(), [](BlockId id) { return raw(id) <= 0; });
+  const auto bad =
+      std::find_if(plan.ids.begin(), plan.ids.end(), [](BlockId id) { return raw(id) <= 0; });
   if (bad != plan.ids.end()) {
     fail(ErrorCode::kInvalidArgument, kSubject,
-         {"ids[" + std::to_string(bad - plan.ids.begin()) + "]", std::to_string(raw(*bad)),
-          "a block id of 1 or more (0 is the null block)", {}});
+         {"ids[" + std::to_string(bad - plan.ids.begin()) + "]",
+          std::to_string(raw(*bad)),
+          "a block id of 1 or more (0 is the null block)",
+          {}});
   }
 }
 
@@ -128,7 +136,8 @@ StepPlanView decode_plan(std::span<const std::byte> bytes) {
     detail::refuse(ErrorCode::kMismatch, kSubject, "magic", header.magic, std::to_string(kMagic));
   }
   if (header.version != kVersion) {
-    detail::refuse(ErrorCode::kMismatch, kSubject, "version", header.version, std::to_string(kVersion));
+    detail::refuse(ErrorCode::kMismatch, kSubject, "version", header.version,
+                   std::to_string(kVersion));
   }
   if (header.flags != 0) detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0");
   if (header.total_bytes != size) {
@@ -141,13 +150,15 @@ StepPlanView decode_plan(std::span<const std::byte> bytes) {
   plan.epoch = header.epoch;
   plan.step = header.step;
   plan.hash_width = header.hash_width;
-  const bool whole = detail::take_array(bytes, header.jobs, plan.jobs) &&
-                     detail::take_array(bytes, header.runs, plan.runs) &&
-                     detail::take_array(bytes, header.ids, plan.ids) &&
-                     detail::take_array(bytes, header.marks, plan.mark_tokens) &&
-                     detail::take_array(bytes, std::uint64_t{header.marks} * header.hash_width, plan.mark_hashes);
+  const bool whole =
+      detail::take_array(bytes, header.jobs, plan.jobs) &&
+      detail::take_array(bytes, header.runs, plan.runs) &&
+      detail::take_array(bytes, header.ids, plan.ids) &&
+      detail::take_array(bytes, header.marks, plan.mark_tokens) &&
+      detail::take_array(bytes, std::uint64_t{header.marks} * header.hash_width, plan.mark_hashes);
   if (!whole || !bytes.empty()) {
-    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size, "the arrays that the header counts");
+    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
+                   "the arrays that the header counts");
   }
   check_plan(plan);
   return plan;

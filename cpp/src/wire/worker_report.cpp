@@ -73,26 +73,31 @@ void decode_report(std::span<const std::byte>& bytes, WorkerReport& out) {
     detail::refuse(ErrorCode::kMismatch, kSubject, "magic", header.magic, std::to_string(kMagic));
   }
   if (header.version != kVersion) {
-    detail::refuse(ErrorCode::kMismatch, kSubject, "version", header.version, std::to_string(kVersion));
+    detail::refuse(ErrorCode::kMismatch, kSubject, "version", header.version,
+                   std::to_string(kVersion));
   }
   if (header.flags != 0) detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0");
   std::span<const JobReport> jobs;
   std::span<const FailedChunk> failed;
-  if (!detail::take_array(rest, header.jobs, jobs) || !detail::take_array(rest, header.failed, failed)) {
-    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size, "the arrays that the header counts");
+  if (!detail::take_array(rest, header.jobs, jobs) ||
+      !detail::take_array(rest, header.failed, failed)) {
+    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
+                   "the arrays that the header counts");
   }
   for (std::size_t j = 0; j < jobs.size(); ++j) {
     const JobReport& job = jobs[j];
     const std::string path = "jobs[" + std::to_string(j) + "]";
-    if (static_cast<std::uint32_t>(job.outcome) > static_cast<std::uint32_t>(JobOutcome::kExpired)) {
-      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".outcome", static_cast<std::uint32_t>(job.outcome),
-                     "0 to 5");
+    if (static_cast<std::uint32_t>(job.outcome) >
+        static_cast<std::uint32_t>(JobOutcome::kExpired)) {
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".outcome",
+                     static_cast<std::uint32_t>(job.outcome), "0 to 5");
     }
-    if (job.quiet > 1) detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".quiet", job.quiet, "0 or 1");
+    if (job.quiet > 1)
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".quiet", job.quiet, "0 or 1");
     const std::uint64_t end = std::uint64_t{job.first_failed} + job.num_failed;
     if (end > failed.size()) {
-      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".first_failed + num_failed", end,
-                     "at most " + std::to_string(failed.size()) + " failed chunks");
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".first_failed + num_failed",
+                     end, "at most " + std::to_string(failed.size()) + " failed chunks");
     }
   }
   out.rank = Rank{header.rank};

@@ -1,4 +1,5 @@
-// Errors of construction and configuration. Transfers never throw: they report records (wire/worker_report.h).
+// Errors of construction and configuration. Transfers never throw: they report records
+// (wire/worker_report.h).
 #pragma once
 
 #include <exception>

@@ -1,4 +1,5 @@
-// Where the library's own log lines go. Nothing is printed unless a sink is set or the level allows it.
+// Where the library's own log lines go. Nothing is printed unless a sink is set or the level allows
+// it.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,5 @@
-// The longest usable prefix over several groups: a fixpoint of one rule per group (store_connector 4.1, 4.2).
+// The longest usable prefix over several groups: a fixpoint of one rule per group
+// (store_connector 4.1, 4.2).
 #pragma once
 
 #include <cstdint>
@@ -33,16 +34,19 @@ struct ChunkRange {
   std::uint32_t size() const noexcept { return empty() ? 0 : end - first; }
 };
 
-// Chunks of a group that must be usable for a prefix of `tokens` (a multiple of the chunk) to be usable.
+// Chunks of a group that must be usable for a prefix of `tokens` (a multiple of the chunk) to be
+// usable.
 KVPRISM_API ChunkRange needed_chunks(const HitGroup& group, std::uint32_t tokens) noexcept;
 
-// Chunks that a load must fetch for a hit of `hit` tokens when `local` tokens are already there (R40): needed, and
-// not wholly below `local`.
-KVPRISM_API ChunkRange load_chunks(const HitGroup& group, std::uint32_t hit, std::uint32_t local) noexcept;
+// Chunks that a load must fetch for a hit of `hit` tokens when `local` tokens are already there
+// (R40): needed, and not wholly below `local`.
+KVPRISM_API ChunkRange load_chunks(const HitGroup& group, std::uint32_t hit,
+                                   std::uint32_t local) noexcept;
 
-// The largest multiple of `alignment` up to `max_tokens` that every group supports; at least `local`, below which
-// every chunk counts as present (it is in the engine's own cache).
+// The largest multiple of `alignment` up to `max_tokens` that every group supports; at least
+// `local`, below which every chunk counts as present (it is in the engine's own cache).
 KVPRISM_API std::uint32_t find_hit(const std::vector<HitGroup>& groups, const Presence& presence,
-                                   std::uint32_t local, std::uint32_t max_tokens, std::uint32_t alignment) noexcept;
+                                   std::uint32_t local, std::uint32_t max_tokens,
+                                   std::uint32_t alignment) noexcept;
 
 }  // namespace kvprism

@@ -8,8 +8,8 @@
 
 namespace kvprism {
 
-// One flag per (store group, chunk). Chunk c of a group covers tokens [c*B, (c+1)*B), B its tokens per block.
-// Ownership: value; reset() keeps the capacity. Threads: one at a time.
+// One flag per (store group, chunk). Chunk c of a group covers tokens [c*B, (c+1)*B), B its tokens
+// per block. Ownership: value; reset() keeps the capacity. Threads: one at a time.
 class Presence {
  public:
   // Every flag false.

@@ -1,4 +1,5 @@
-// The outside world of the store path: asynchronous start and poll, nothing else. No call here waits.
+// The outside world of the store path: asynchronous start and poll, nothing else. No call here
+// waits.
 #pragma once
 
 #include <cstddef>
@@ -27,11 +28,12 @@ enum class ItemStatus : std::uint8_t {
   kLeaseLost,         // get: the lease ran out before the bytes had arrived (R43)
   kSizeMismatch,      // get: the object is longer or shorter than the buffer
   kChecksumMismatch,  // get: the bytes are not those that were stored (R42)
-  kInvalid,           // refused before any call: empty key, no segment, length 0, address outside every region
-  kFailed,            // the transfer failed
-  kUnavailable,       // the service cannot be reached, or its circuit is open
-  kTimedOut,          // no answer within the bound
-  kCancelled,         // closed before it was done
+  kInvalid,      // refused before any call: empty key, no segment, length 0, address outside every
+                 // region
+  kFailed,       // the transfer failed
+  kUnavailable,  // the service cannot be reached, or its circuit is open
+  kTimedOut,     // no answer within the bound
+  kCancelled,    // closed before it was done
 };
 
 KVPRISM_API std::string_view to_string(ItemStatus status) noexcept;
@@ -62,9 +64,10 @@ struct ObjectBatch {
   }
 };
 
-// One of the ends of an operation, or both. `outcome`: `items` has a result per key. `quiet`: no native call can read
-// the operation's sources or write its destinations any more, and `batch` comes back for reuse. Each is delivered
-// exactly once per operation; quiet never precedes outcome, and may follow it much later (decision 5).
+// One of the ends of an operation, or both. `outcome`: `items` has a result per key. `quiet`: no
+// native call can read the operation's sources or write its destinations any more, and `batch`
+// comes back for reuse. Each is delivered exactly once per operation; quiet never precedes outcome,
+// and may follow it much later (decision 5).
 struct Completion {
   OpId op{};
   bool outcome = false;
@@ -75,7 +78,8 @@ struct Completion {
 
 // What is still unfinished after close().
 struct CloseReport {
-  std::size_t unquiet = 0;  // operations that native code may still touch; their memory must stay mapped
+  std::size_t unquiet =
+      0;  // operations that native code may still touch; their memory must stay mapped
   std::vector<OpId> ops;
 };
 
@@ -85,7 +89,8 @@ class KVPRISM_API ObjectIndex {
  public:
   virtual ~ObjectIndex();
 
-  // Takes the batch (keys only) and returns true, or leaves it alone and returns false (queue full, closed).
+  // Takes the batch (keys only) and returns true, or leaves it alone and returns false (queue full,
+  // closed).
   virtual bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                             Instant deadline) = 0;
 
@@ -96,21 +101,23 @@ class KVPRISM_API ObjectIndex {
   virtual CloseReport close_index(Duration budget) = 0;
 };
 
-// Called from any thread when a completion may be ready; must not block and must not call the store.
+// Called from any thread when a completion may be ready; must not block and must not call the
+// store.
 struct Wakeup {
   void (*call)(void* context) = nullptr;
   void* context = nullptr;
 };
 
 struct StoreCapabilities {
-  std::string name;                      // e.g. "mooncake 0.3.13.post1 tcp"
-  std::uint32_t max_segments_per_call;   // items times segments; 0 = no limit
-  std::uint64_t max_bytes_per_call;      // 0 = no limit
-  bool device_memory;                    // may move accelerator memory
+  std::string name;                     // e.g. "mooncake 0.3.13.post1 tcp"
+  std::uint32_t max_segments_per_call;  // items times segments; 0 = no limit
+  std::uint64_t max_bytes_per_call;     // 0 = no limit
+  bool device_memory;                   // may move accelerator memory
 };
 
-// Stores and fetches objects. Memory must lie in a region; every descriptor is checked against them (R59, R61).
-// Threads: start and poll from one thread at a time; add_region and remove_region before and after.
+// Stores and fetches objects. Memory must lie in a region; every descriptor is checked against them
+// (R59, R61). Threads: start and poll from one thread at a time; add_region and remove_region
+// before and after.
 class KVPRISM_API ObjectStore {
  public:
   virtual ~ObjectStore();
@@ -118,7 +125,8 @@ class KVPRISM_API ObjectStore {
   virtual StoreCapabilities capabilities() const = 0;
 
   // Registers memory for the life of this store, also with a client that replaces a broken one.
-  // Idempotent for an equal region. Throws Error (kUnavailable, kInvalidArgument on a partial overlap).
+  // Idempotent for an equal region. Throws Error (kUnavailable, kInvalidArgument on a partial
+  // overlap).
   virtual void add_region(const Region& region) = 0;
   virtual void remove_region(const Region& region) = 0;
 
@@ -129,7 +137,8 @@ class KVPRISM_API ObjectStore {
   virtual bool start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                          Instant deadline) = 0;
 
-  // Set before the first start, for whoever would otherwise poll in a loop. A store that has no threads ignores it.
+  // Set before the first start, for whoever would otherwise poll in a loop. A store that has no
+  // threads ignores it.
   virtual void set_wakeup(Wakeup) {}
 
   // Fills the next completion; false when there is none at `now`.

@@ -1,4 +1,5 @@
-// The life of jobs over all ranks: outcome, quiet, deadlines and the block references they hold (decision 5).
+// The life of jobs over all ranks: outcome, quiet, deadlines and the block references they hold
+// (decision 5).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,9 @@
 namespace kvprism {
 
 struct LedgerOptions {
-  std::uint32_t ranks = 1;                    // 1..64
-  Duration quarantine_after = seconds(120);   // from the outcome; unquiet longer: blocks go to quarantine
+  std::uint32_t ranks = 1;  // 1..64
+  Duration quarantine_after =
+      seconds(120);  // from the outcome; unquiet longer: blocks go to quarantine
 };
 
 // What has become final. A job appears at most once in each of the two lists.
@@ -24,32 +26,33 @@ struct JobEvent {
   JobId job{};
   RequestId request{};
   JobKind kind{};
-  JobOutcome outcome{};              // merged over the ranks: the worst
-  bool whole = false;                // no chunk can be counted on: a rank failed as a whole, or did not answer
-  bool quarantined = false;          // for quiet events: was in quarantine before
-  std::uint64_t bytes = 0;           // over all ranks
+  JobOutcome outcome{};  // merged over the ranks: the worst
+  bool whole = false;    // no chunk can be counted on: a rank failed as a whole, or did not answer
+  bool quarantined = false;  // for quiet events: was in quarantine before
+  std::uint64_t bytes = 0;   // over all ranks
   std::uint32_t objects = 0;
   std::uint32_t duplicates = 0;
-  std::vector<FailedChunk> failed;   // of any rank, sorted, unique
-  std::vector<BlockId> blocks;       // references to return, for quiet events
+  std::vector<FailedChunk> failed;  // of any rank, sorted, unique
+  std::vector<BlockId> blocks;      // references to return, for quiet events
 };
 
 struct LedgerCounters {
   std::uint64_t started = 0;
   std::uint64_t outcomes = 0;
   std::uint64_t quiets = 0;
-  std::uint64_t expired = 0;             // by the ledger's own deadline: a rank did not answer
-  std::uint64_t quarantined = 0;         // jobs that ever entered quarantine
-  std::uint64_t late_notices = 0;        // a rank's outcome after the job had expired here
-  std::uint64_t duplicate_notices = 0;   // second outcome or quiet of a rank for a job
-  std::uint64_t unknown_notices = 0;     // job not known (any more), or rank out of range
+  std::uint64_t expired = 0;            // by the ledger's own deadline: a rank did not answer
+  std::uint64_t quarantined = 0;        // jobs that ever entered quarantine
+  std::uint64_t late_notices = 0;       // a rank's outcome after the job had expired here
+  std::uint64_t duplicate_notices = 0;  // second outcome or quiet of a rank for a job
+  std::uint64_t unknown_notices = 0;    // job not known (any more), or rank out of range
   std::uint64_t alive = 0;
   std::uint64_t blocks_held = 0;
   std::uint64_t blocks_in_quarantine = 0;
 };
 
 // Used by the store and the peer scheduler alike.
-// Ownership: value. Threads: one, the scheduler's. Errors: none; odd notices are counted and harmless (R11).
+// Ownership: value. Threads: one, the scheduler's. Errors: none; odd notices are counted and
+// harmless (R11).
 class KVPRISM_API JobLedger {
  public:
   explicit JobLedger(const LedgerOptions& options);
@@ -67,7 +70,8 @@ class KVPRISM_API JobLedger {
   // Expires outcomes and moves jobs to quarantine.
   void advance(Instant now);
 
-  // The next job whose outcome became final / that became quiet; false when there is none. Outcome comes first.
+  // The next job whose outcome became final / that became quiet; false when there is none. Outcome
+  // comes first.
   bool take_outcome(JobEvent& out);
   bool take_quiet(JobEvent& out);
   // Jobs that entered quarantine since the last call, each once. Their blocks stay held.

@@ -1,4 +1,5 @@
-// Proof that the bytes of a save are there: host memory already written, or a device event to ask (R12).
+// Proof that the bytes of a save are there: host memory already written, or a device event to ask
+// (R12).
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ class ReadySource {
   virtual ReadyState query() noexcept = 0;
 };
 
-// C functions of a device runtime, e.g. cudaEventQuery and cudaErrorNotReady: `query` answers 0 for done, `not_ready`
-// for not yet, anything else for an error. `destroy` may be null.
+// C functions of a device runtime, e.g. cudaEventQuery and cudaErrorNotReady: `query` answers 0 for
+// done, `not_ready` for not yet, anything else for an error. `destroy` may be null.
 struct DeviceEventApi {
   int (*query)(void* event);
   int not_ready;

@@ -1,4 +1,5 @@
-// The engine's scheduler side of the store: looks up, plans loads and saves, holds block references.
+// The engine's scheduler side of the store: looks up, plans loads and saves, holds block
+// references.
 #pragma once
 
 #include <cstdint>
@@ -19,23 +20,24 @@
 namespace kvprism {
 
 struct StoreSchedulerOptions {
-  std::uint64_t epoch = 0;                  // random, other than 0; travels in every plan and report
-  std::uint32_t ranks = 1;                  // workers that report each job
-  bool loads = true;                        // look up and load
+  std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
+  std::uint32_t ranks = 1;  // workers that report each job
+  bool loads = true;        // look up and load
   bool saves = true;
-  Duration lookup_timeout = milliseconds(500);   // a later answer is a miss
-  Duration lookup_fresh_for = seconds(5);        // an unused answer is asked again after this
-  Duration load_timeout = seconds(20);           // to the outcome, at the worker and here
+  Duration lookup_timeout = milliseconds(500);  // a later answer is a miss
+  Duration lookup_fresh_for = seconds(5);       // an unused answer is asked again after this
+  Duration load_timeout = seconds(20);          // to the outcome, at the worker and here
   Duration save_timeout = seconds(60);
-  Duration quarantine_after = seconds(120);      // unquiet for longer than this after the outcome
-  // Reports a load that went to quarantine although its blocks are not quiet. Only for engines that then give the
-  // request other blocks; the quarantined ones stay referenced.
+  Duration quarantine_after = seconds(120);  // unquiet for longer than this after the outcome
+  // Reports a load that went to quarantine although its blocks are not quiet. Only for engines that
+  // then give the request other blocks; the quarantined ones stay referenced.
   bool detach_quarantined_loads = false;
-  std::uint32_t full_backoff_after = 3;          // consecutive saves that met a full pool (R50)
-  Duration full_backoff = seconds(5);            // saves dropped for so long
+  std::uint32_t full_backoff_after = 3;  // consecutive saves that met a full pool (R50)
+  Duration full_backoff = seconds(5);    // saves dropped for so long
 };
 
-// Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the null block.
+// Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
+// null block.
 using BlockRows = IndexedSpan<GroupId, const std::span<const BlockId>>;
 
 struct LookupResult {
@@ -61,47 +63,50 @@ struct FailedBlock {
   bool operator==(const FailedBlock&) const = default;
 };
 
-// The end of one load; exactly one per job that allocated() promised, also after the request has finished (R11).
+// The end of one load; exactly one per job that allocated() promised, also after the request has
+// finished (R11).
 struct LoadEnd {
   RequestId request{};
   JobId job{};
-  std::uint32_t valid_tokens = 0;    // usable prefix, local ones included: a common boundary of all groups (R08)
-  bool complete = false;             // everything that was promised arrived
-  bool blocks_quiet = true;          // false: quarantined, the request needs other blocks
+  std::uint32_t valid_tokens =
+      0;  // usable prefix, local ones included: a common boundary of all groups (R08)
+  bool complete = false;     // everything that was promised arrived
+  bool blocks_quiet = true;  // false: quarantined, the request needs other blocks
   std::vector<FailedBlock> failed;
 };
 
 enum class FinishReason : std::uint8_t { kCompleted, kAborted };
 
 struct StoreSchedulerCounters {
-  std::uint64_t lookups = 0;             // requests asked about
-  std::uint64_t lookup_calls = 0;        // calls to the index
+  std::uint64_t lookups = 0;       // requests asked about
+  std::uint64_t lookup_calls = 0;  // calls to the index
   std::uint64_t lookup_keys = 0;
-  std::uint64_t lookups_late = 0;        // counted as misses
-  std::uint64_t lookups_failed = 0;      // refused or unavailable: misses
-  std::uint64_t hit_tokens = 0;          // promised by lookups that were allocated
-  std::uint64_t loaded_tokens = 0;       // delivered
+  std::uint64_t lookups_late = 0;    // counted as misses
+  std::uint64_t lookups_failed = 0;  // refused or unavailable: misses
+  std::uint64_t hit_tokens = 0;      // promised by lookups that were allocated
+  std::uint64_t loaded_tokens = 0;   // delivered
   std::uint64_t loads = 0;
-  std::uint64_t loads_failed = 0;        // not complete
-  std::uint64_t load_races = 0;          // chunks that a lookup saw and the load did not (R44)
+  std::uint64_t loads_failed = 0;  // not complete
+  std::uint64_t load_races = 0;    // chunks that a lookup saw and the load did not (R44)
   std::uint64_t saves = 0;
-  std::uint64_t saved_objects = 0;       // confirmed, duplicates included, all ranks
+  std::uint64_t saved_objects = 0;  // confirmed, duplicates included, all ranks
   std::uint64_t duplicate_objects = 0;
   std::uint64_t saved_bytes = 0;
   std::uint64_t loaded_objects = 0;
   std::uint64_t loaded_bytes = 0;
   std::uint64_t save_chunks_failed = 0;
-  std::uint64_t saves_dropped = 0;       // while backing off from a full pool
-  std::uint64_t offers_refused = 0;      // boundary() calls that named a null block or an unknown prefix
-  std::uint64_t sources_skipped = 0;     // chunks without a source in the present table
-  std::uint64_t reports_foreign = 0;     // other epoch
+  std::uint64_t saves_dropped = 0;  // while backing off from a full pool
+  std::uint64_t offers_refused =
+      0;  // boundary() calls that named a null block or an unknown prefix
+  std::uint64_t sources_skipped = 0;  // chunks without a source in the present table
+  std::uint64_t reports_foreign = 0;  // other epoch
   std::uint64_t reports_malformed = 0;
-  std::uint64_t bypasses = 0;            // requests that are not looked up again after a failed load (R41)
+  std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
   LedgerCounters ledger;
 };
 
-// Ownership: shares schema and index. Threads: one, the engine's. No call blocks; every call is harmless for unknown
-// requests and idempotent where an engine repeats it.
+// Ownership: shares schema and index. Threads: one, the engine's. No call blocks; every call is
+// harmless for unknown requests and idempotent where an engine repeats it.
 class KVPRISM_API StoreScheduler {
  public:
   // Throws Error: what validate_store reports, epoch 0, a bound of 0 or less.
@@ -114,14 +119,17 @@ class KVPRISM_API StoreScheduler {
   const Projection& projection() const noexcept;
   const StoreSchedulerOptions& options() const noexcept;
 
-  // How many tokens beyond `local_tokens` (the engine's own hit, a multiple of S) the store offers. `hashes` are all
-  // hashes of the prompt at granularity h; they are copied once. The answer leaves replay_tokens() to compute.
+  // How many tokens beyond `local_tokens` (the engine's own hit, a multiple of S) the store offers.
+  // `hashes` are all hashes of the prompt at granularity h; they are copied once. The answer leaves
+  // replay_tokens() to compute.
   LookupResult lookup(RequestId request, std::uint32_t prompt_tokens, const HashList& hashes,
                       std::uint32_t local_tokens, Instant now);
 
-  // The engine has blocks for the request and will wait for `external_tokens` (what lookup offered, or 0: not wanted).
-  // Returns the load's job, whose end take_load_ends() tells, or nothing: then nothing is loaded.
-  std::optional<JobId> allocated(RequestId request, std::uint32_t external_tokens, const BlockRows& rows, Instant now);
+  // The engine has blocks for the request and will wait for `external_tokens` (what lookup offered,
+  // or 0: not wanted). Returns the load's job, whose end take_load_ends() tells, or nothing: then
+  // nothing is loaded.
+  std::optional<JobId> allocated(RequestId request, std::uint32_t external_tokens,
+                                 const BlockRows& rows, Instant now);
 
   // `accepted_tokens` of the request will be computed and final after this step. May shrink (R25).
   // `new_hashes` follow those that are known: known_hashes() tells how many these are.
@@ -132,13 +140,15 @@ class KVPRISM_API StoreScheduler {
   TokenRange wants_save(RequestId request, Instant now) const noexcept;
   // Plans the save of `range` from the engine's present tables of this step.
   void save(RequestId request, const TokenRange& range, const BlockRows& rows, Instant now);
-  // The engine offers the state of a hand-off group that ends the prefix of `tokens` (a multiple of the group's chunk).
+  // The engine offers the state of a hand-off group that ends the prefix of `tokens` (a multiple of
+  // the group's chunk).
   void boundary(RequestId request, GroupId group, BlockId block, std::uint32_t tokens);
 
   void preempted(RequestId request);
   void finished(RequestId request, FinishReason how);
 
-  // Sends the step's lookups as one call and returns the step's jobs. The plan is valid until the next call.
+  // Sends the step's lookups as one call and returns the step's jobs. The plan is valid until the
+  // next call.
   const StepPlan& end_step(Instant now);
 
   // One or several concatenated worker reports. Never throws: malformed bytes are counted.
@@ -147,7 +157,8 @@ class KVPRISM_API StoreScheduler {
 
   // Appends and forgets.
   void take_load_ends(std::vector<LoadEnd>& out);
-  // Blocks to reference once more / once less, in order. Apply acquired ones before any block is freed.
+  // Blocks to reference once more / once less, in order. Apply acquired ones before any block is
+  // freed.
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
 

@@ -1,4 +1,5 @@
-// The rank's side of the store: turns plans into calls on an object store and tells outcome and quiet.
+// The rank's side of the store: turns plans into calls on an object store and tells outcome and
+// quiet.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +23,12 @@ namespace kvprism {
 struct StoreWorkerOptions {
   Rank rank{};
   RankPosition position;
-  std::uint32_t max_segments_per_call = 512;          // small calls keep the time to quiet small (decision 5)
+  std::uint32_t max_segments_per_call =
+      512;  // small calls keep the time to quiet small (decision 5)
   std::uint64_t max_bytes_per_call = 64ull << 20;
-  std::uint32_t max_gets_in_flight = 4;               // calls
+  std::uint32_t max_gets_in_flight = 4;  // calls
   std::uint32_t max_puts_in_flight = 2;
-  std::uint32_t max_queued_jobs = 65536;              // submitted, not yet seen by pump
+  std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
 };
 
 // Why a plan was not taken. Its jobs are reported failed and quiet.
@@ -39,17 +41,17 @@ struct StoreWorkerCounters {
   std::uint64_t plans = 0;
   std::uint64_t plans_refused = 0;
   std::uint64_t jobs = 0;
-  std::uint64_t gets = 0;          // calls
+  std::uint64_t gets = 0;  // calls
   std::uint64_t puts = 0;
-  std::uint64_t segments = 0;      // moved or tried
+  std::uint64_t segments = 0;  // moved or tried
   std::uint64_t bytes_stored = 0;
   std::uint64_t bytes_fetched = 0;
-  std::uint64_t jobs_alive = 0;    // known here, not quiet
-  std::uint64_t unquiet_calls = 0; // ended, native code may still touch memory
+  std::uint64_t jobs_alive = 0;     // known here, not quiet
+  std::uint64_t unquiet_calls = 0;  // ended, native code may still touch memory
 };
 
-// Ownership: shares schema, map and store; the memory of the map must stay mapped until close() says that nothing is
-// unquiet. Threads: submit and poll from any thread; pump and close from one.
+// Ownership: shares schema, map and store; the memory of the map must stay mapped until close()
+// says that nothing is unquiet. Threads: submit and poll from any thread; pump and close from one.
 class KVPRISM_API StoreWorker {
  public:
   // Registers the map's regions with the store. Throws Error.

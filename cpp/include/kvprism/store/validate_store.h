@@ -1,4 +1,5 @@
-// Rules that only the store needs (V1, V3, V6-V8 of vLLM's connector), checked over the store projection alone (R01).
+// Rules that only the store needs (V1, V3, V6-V8 of vLLM's connector), checked over the store
+// projection alone (R01).
 #pragma once
 
 #include <vector>
@@ -9,8 +10,9 @@
 
 namespace kvprism {
 
-// Every reason why the projection cannot be used with a store: no storable group; a state group whose mode is not
-// "align" (R02); S or a group's tokens per block that h or S do not divide. Empty: usable.
+// Every reason why the projection cannot be used with a store: no storable group; a state group
+// whose mode is not "align" (R02); S or a group's tokens per block that h or S do not divide.
+// Empty: usable.
 KVPRISM_API std::vector<Problem> validate_store(const Projection& projection);
 
 }  // namespace kvprism

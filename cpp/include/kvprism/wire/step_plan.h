@@ -1,4 +1,5 @@
-// One step's jobs from the scheduler to the workers: self-contained, bounded, no shared state (decision 7).
+// One step's jobs from the scheduler to the workers: self-contained, bounded, no shared state
+// (decision 7).
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,16 @@ namespace kvprism {
 
 enum class JobKind : std::uint32_t { kSave = 1, kLoad = 2 };
 
-// Consecutive chunks of one group: chunk first_chunk + i uses block ids[first_id + i] and mark first_mark + i.
+// Consecutive chunks of one group: chunk first_chunk + i uses block ids[first_id + i] and mark
+// first_mark + i.
 struct RunRecord {
   StoreIndex group{};
   std::uint32_t first_chunk = 0;
   std::uint32_t count = 0;
   std::uint32_t first_id = 0;
   std::uint32_t first_mark = 0;
-  std::uint32_t valid_tokens_last = 0;  // of the last chunk; the group's chunk size when it is full (R22)
+  std::uint32_t valid_tokens_last =
+      0;  // of the last chunk; the group's chunk size when it is full (R22)
 
   bool operator==(const RunRecord&) const = default;
 };
@@ -47,7 +50,7 @@ struct StepPlanView {
   Digest digest;
   std::uint64_t epoch = 0;
   std::uint64_t step = 0;
-  std::uint32_t hash_width = 0;              // bytes
+  std::uint32_t hash_width = 0;  // bytes
   std::span<const JobRecord> jobs;
   std::span<const RunRecord> runs;
   std::span<const BlockId> ids;
@@ -90,15 +93,17 @@ class StepPlan {
 // Little-endian, 8-byte aligned; replaces `out`'s content, keeping its capacity.
 KVPRISM_API void encode(const StepPlanView& plan, std::vector<std::byte>& out);
 
-// Spans over `bytes`, which must be 8-byte aligned and outlive the view. Every index in the plan is proven to lie
-// inside it. Throws Error (kMismatch or kInvalidArgument) naming the field: bad magic, unknown version or flag,
-// truncated, trailing bytes, a run outside its arrays, a null or negative block id.
+// Spans over `bytes`, which must be 8-byte aligned and outlive the view. Every index in the plan is
+// proven to lie inside it. Throws Error (kMismatch or kInvalidArgument) naming the field: bad
+// magic, unknown version or flag, truncated, trailing bytes, a run outside its arrays, a null or
+// negative block id.
 KVPRISM_API StepPlanView decode_plan(std::span<const std::byte> bytes);
 
 // What decode_plan proves, for a plan that was never encoded. Throws the same errors.
 KVPRISM_API void check_plan(const StepPlanView& plan);
 
-// The (epoch, job ids) of a plan that decode_plan refuses, as far as they can be read safely: they are reported failed.
+// The (epoch, job ids) of a plan that decode_plan refuses, as far as they can be read safely: they
+// are reported failed.
 struct PlanOutline {
   std::uint64_t epoch = 0;
   std::vector<JobId> jobs;

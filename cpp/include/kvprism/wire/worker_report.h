@@ -12,12 +12,12 @@
 namespace kvprism {
 
 enum class JobOutcome : std::uint32_t {
-  kNone = 0,       // this entry only tells of quiet
+  kNone = 0,  // this entry only tells of quiet
   kOk = 1,
-  kPartial = 2,    // the listed chunks failed
-  kFailed = 3,     // as a whole: refused, no chunk can be named
+  kPartial = 2,  // the listed chunks failed
+  kFailed = 3,   // as a whole: refused, no chunk can be named
   kCancelled = 4,
-  kExpired = 5,    // its timeout passed; what was not fetched is listed as failed
+  kExpired = 5,  // its timeout passed; what was not fetched is listed as failed
 };
 
 KVPRISM_API std::string_view to_string(JobOutcome outcome) noexcept;
@@ -37,9 +37,9 @@ struct JobReport {
   std::uint32_t quiet = 0;         // 1: no native call can touch the job's blocks any more
   std::uint32_t first_failed = 0;  // into WorkerReport::failed
   std::uint32_t num_failed = 0;
-  std::uint32_t objects = 0;       // stored or fetched
-  std::uint32_t duplicates = 0;    // of those, found stored already
-  std::uint64_t bytes = 0;         // moved
+  std::uint32_t objects = 0;     // stored or fetched
+  std::uint32_t duplicates = 0;  // of those, found stored already
+  std::uint64_t bytes = 0;       // moved
 
   bool operator==(const JobReport&) const = default;
 };
@@ -63,10 +63,12 @@ struct WorkerReport {
   bool operator==(const WorkerReport&) const = default;
 };
 
-// Replaces `out`'s content, keeping its capacity. Reports of several ranks may be concatenated byte by byte.
+// Replaces `out`'s content, keeping its capacity. Reports of several ranks may be concatenated byte
+// by byte.
 KVPRISM_API void encode(const WorkerReport& report, std::vector<std::byte>& out);
 
-// Decodes one report from the front of `bytes` and drops it from the view; throws Error as decode_plan does.
+// Decodes one report from the front of `bytes` and drops it from the view; throws Error as
+// decode_plan does.
 KVPRISM_API void decode_report(std::span<const std::byte>& bytes, WorkerReport& out);
 
 }  // namespace kvprism
