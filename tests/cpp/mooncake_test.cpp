@@ -221,6 +221,24 @@ TEST_F(Mooncake, MasterGoesAndComesBack) {
   EXPECT_TRUE(memory.holds(16384, 4096, 9));
 }
 
+// A client that only asks needs no replacement: it asks again when the master is back.
+TEST_F(Mooncake, LookupClientRecovers) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore scheduler(mooncake_client_factory(options(master, 0)));
+  Operations looks(scheduler);
+  EXPECT_EQ(looks.exists({"a"}), S{ItemStatus::kMissing});
+  master.kill();
+  looks.exists({"a"});
+  for (int i = 0; i < 20; ++i) {
+    const auto began = Clock::now();
+    EXPECT_EQ(looks.exists({"a", "b"}), S(2, ItemStatus::kUnavailable));
+    EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(50));
+  }
+  ASSERT_TRUE(master.start());
+  EXPECT_TRUE(within(std::chrono::seconds(20),
+                     [&] { return looks.exists({"a"}) == S{ItemStatus::kMissing}; }));
+}
+
 // A master that accepts connections and says nothing must not hold the caller (R54).
 TEST_F(Mooncake, SilentMasterIsGivenUpAtSetUp) {
   MooncakeMaster master(site_packages_);

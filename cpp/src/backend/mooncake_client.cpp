@@ -505,8 +505,11 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {
   request.path = find_mooncake_library(options);
   request.python_library = options.python_library;
   request.environment = options.environment;
+  // Otherwise every client writes a dozen lines to standard error.
+  request.defaults = {{"MC_LOG_LEVEL", "WARNING"}};
   if (options.protocol == "tcp") {
-    request.defaults = {{"MC_FORCE_TCP", "1"}, {"MC_TCP_ENABLE_CONNECTION_POOL", "true"}};
+    request.defaults.emplace_back("MC_FORCE_TCP", "1");
+    request.defaults.emplace_back("MC_TCP_ENABLE_CONNECTION_POOL", "true");
   }
   if (options.unknown_build == UnknownBuild::kProbe &&
       mooncake::find_row(mooncake::describe_file(request.path)) == nullptr) {
