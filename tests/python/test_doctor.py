@@ -1,0 +1,240 @@
+"""Each broken set-up has its line, and this machine's own set-up is sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvprism import doctor, mooncake_wheel
+from kvprism.doctor import Facts, Finding, KnownBuild, Wanted
+from kvprism.local_mooncake import LocalMooncake, free_port
+from kvprism.mooncake_wheel import InstalledMooncake
+
+KNOWN = KnownBuild("mooncake-transfer-engine-non-cuda", "0.3.13.post1", "cp311", "ab" * 20)
+INSTALLED = InstalledMooncake(
+    distribution=KNOWN.distribution,
+    version=KNOWN.version,
+    python_tag="cp311",
+    library=Path("/site-packages/mooncake/store.so"),
+    build_id=KNOWN.build_id,
+    needed=("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
+)
+SOUND = Facts(
+    installed=INSTALLED,
+    searched=("/site-packages",),
+    known_builds=(KNOWN,),
+    python_tag="cp311",
+    rdma_devices=("mlx5_0", "mlx5_1"),
+    memory_lock_bytes=None,
+)
+
+
+def the_problem(facts: Facts, wanted: Wanted | None = None) -> Finding:
+    """The only problem that there is."""
+    problems = [f for f in doctor.judge(facts, wanted or Wanted()) if f.level == "problem"]
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_sound_machine_has_no_problem() -> None:
+    wanted = Wanted(protocol="rdma", rdma_devices=("mlx5_1",), master="h:1", ports=(20000,))
+    findings = doctor.judge(SOUND, wanted)
+    assert [f for f in findings if f.level != "ok"] == []
+    assert doctor.format_findings(findings).endswith("nothing is missing")
+
+
+def test_not_installed() -> None:
+    finding = the_problem(dataclasses.replace(SOUND, installed=None))
+    assert finding.message == "not installed; searched /site-packages"
+    assert finding.hint.startswith("pip install mooncake-transfer-engine-non-cuda==")
+
+
+def test_unknown_version() -> None:
+    other = dataclasses.replace(INSTALLED, version="0.4.0", build_id="cd" * 20)
+    finding = the_problem(dataclasses.replace(SOUND, installed=other))
+    assert finding.subject == "build"
+    assert "0.4.0" in finding.message
+    assert "cd" * 20 in finding.message
+    assert "known are mooncake-transfer-engine-non-cuda 0.3.13.post1" in finding.message
+    assert "--probe" in finding.hint
+
+
+def test_wheel_of_another_python() -> None:
+    other = dataclasses.replace(INSTALLED, python_tag="cp310")
+    finding = the_problem(dataclasses.replace(SOUND, installed=other))
+    assert "is for cp310, and this Python is cp311" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("missing", "hint"),
+    [
+        (("libibverbs.so.1",), "apt-get install libibverbs1"),
+        (("libnuma.so.1", "libcurl.so.4"), "apt-get install libnuma1 libcurl4"),
+        (("libcuda.so.1", "libcudart.so.12"), "mooncake-transfer-engine-non-cuda"),
+        (("libwhat.so.1",), "install the packages that have them"),
+    ],
+)
+def test_missing_system_library(missing: tuple[str, ...], hint: str) -> None:
+    finding = the_problem(dataclasses.replace(SOUND, missing_libraries=missing))
+    assert finding.message == f"missing: {', '.join(missing)}"
+    assert hint in finding.hint
+
+
+def test_rdma_without_device() -> None:
+    bare = dataclasses.replace(SOUND, rdma_devices=())
+    finding = the_problem(bare, Wanted(protocol="rdma"))
+    assert finding.message == "none in /sys/class/infiniband, and protocol rdma needs one"
+    assert "protocol tcp" in finding.hint
+    assert [f for f in doctor.judge(bare, Wanted()) if f.level == "problem"] == []
+
+
+def test_rdma_device_that_is_not_there() -> None:
+    finding = the_problem(SOUND, Wanted(protocol="rdma", rdma_devices=("mlx5_99", "mlx5_0")))
+    assert finding.message == "mlx5_99 not found; there are mlx5_0, mlx5_1"
+
+
+def test_memory_lock_too_small() -> None:
+    small = dataclasses.replace(SOUND, memory_lock_bytes=65536)
+    wanted = Wanted(protocol="rdma", locked_bytes=1 << 30)
+    finding = the_problem(small, wanted)
+    assert finding.message == "limit 65536 bytes, needed 1073741824 bytes"
+    assert "ulimit -l" in finding.hint
+    assert "container" in finding.hint
+    assert [f for f in doctor.judge(small, Wanted(locked_bytes=1 << 30)) if f.level != "ok"] == [
+        Finding("note", "RDMA devices", "mlx5_0, mlx5_1")
+    ]
+    privileged = dataclasses.replace(small, may_lock_memory=True)
+    assert doctor.check_memory_lock(privileged, wanted) == Finding(
+        "ok", "memory lock", "not limited"
+    )
+
+
+def test_port_taken() -> None:
+    taken = dataclasses.replace(SOUND, taken_ports=(20001,))
+    finding = the_problem(taken, Wanted(ports=(20000, 20001)))
+    assert finding.message == "20001 is taken"
+    assert "ss -ltnp" in finding.hint
+
+
+def test_master_unreachable() -> None:
+    finding = the_problem(
+        dataclasses.replace(SOUND, master_failure="Connection refused"), Wanted(master="h:50051")
+    )
+    assert finding.message == "h:50051 cannot be reached: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"verdict": "crash", "detail": "signal Segmentation fault"}', "crash: signal"),
+        ("", "no verdict"),
+        ("[]", "no verdict"),
+    ],
+)
+def test_bad_verdict(line: str, message: str) -> None:
+    finding = the_problem(dataclasses.replace(SOUND, probe_verdict=line))
+    assert finding.message.startswith(message)
+
+
+def test_facts_of_ports_and_masters_are_looked_up() -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        wanted = Wanted(ports=(port,), master=f"127.0.0.1:{port}")
+        facts = doctor.record_facts(wanted, path=["/nonexistent"])
+    assert facts.installed is None
+    assert facts.searched == ("/nonexistent",)
+    assert facts.taken_ports == (port,)
+    assert facts.master_failure is None
+    for address, reason in [
+        (f"127.0.0.1:{port}", "refused"),
+        ("127.0.0.1", "host:port"),
+        ("[::1", "IPv6"),
+    ]:
+        failure = doctor.record_facts(Wanted(master=address), path=[]).master_failure
+        assert failure is not None
+        assert reason in failure
+
+
+def test_table_of_builds_is_the_native_one() -> None:
+    rows = doctor.known_builds()
+    assert any(row.exercised and row.version == "0.3.13.post1" for row in rows)
+    program = doctor.find_probe()
+    assert program is not None
+    listed = json.loads(
+        subprocess.run([program, "--list-json"], capture_output=True, check=True).stdout
+    )
+    assert [row["build_id"] for row in listed] == [row.build_id for row in rows]
+
+
+def fake_distribution(folder: Path, library: str) -> None:
+    info = folder / "mooncake_transfer_engine_test-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mooncake-transfer-engine-test\nVersion: 9.9\n"
+    )
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nTag: cp311-cp311-manylinux_2_28_x86_64\n")
+    (info / "RECORD").write_text(f"mooncake/engine.so,,\n{library},,\n")
+    (folder / "mooncake").mkdir()
+    (folder / library).write_bytes(b"no library")
+
+
+@pytest.mark.parametrize(
+    "library", ["mooncake/store.so", "mooncake/_store.cpython-311-x86_64-linux-gnu.so"]
+)
+def test_library_is_found_whatever_its_name(tmp_path: Path, library: str) -> None:
+    fake_distribution(tmp_path, library)
+    found = mooncake_wheel.find_installed_mooncake([str(tmp_path)])
+    assert found is not None
+    assert (found.distribution, found.version, found.python_tag) == (
+        "mooncake-transfer-engine-test",
+        "9.9",
+        "cp311",
+    )
+    assert found.library == (tmp_path / library).resolve()
+    assert (found.build_id, found.needed) == ("", ())
+    with pytest.raises(FileNotFoundError, match="mooncake_master"):
+        found.program("mooncake_master")
+
+
+def test_facts_of_a_real_library() -> None:
+    build_id, needed = mooncake_wheel.read_library(
+        Path(sys.modules["kvprism._core"].__file__ or "")
+    )
+    assert any(name.startswith("libkvprism.so") for name in needed)
+    assert build_id == "" or len(build_id) == 40
+    libc = mooncake_wheel.find_system_library("libc.so.6")
+    assert libc is not None
+    assert mooncake_wheel.find_system_library("libnothing.so.99") is None
+
+
+@pytest.mark.mooncake
+def test_this_machine() -> None:
+    port = free_port()
+    findings = doctor.doctor(ports=[port])
+    assert [f for f in findings if f.level == "problem"] == []
+    assert doctor.doctor(master=f"127.0.0.1:{port}")[-1].level == "problem"
+
+
+@pytest.mark.mooncake
+def test_probe_of_the_installed_library() -> None:
+    with LocalMooncake() as mooncake:
+        findings = doctor.doctor(True, master=mooncake.master)
+    assert findings[-1].subject == "probe"
+    assert findings[-1].level == "ok", findings[-1]
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvprism.cli import main
+
+    status = main(["doctor", "--master", "127.0.0.1:1"])
+    output = capsys.readouterr().out
+    assert status == 1
+    assert "127.0.0.1:1 cannot be reached" in output
+    assert output.splitlines()[-1].endswith("to repair")
