@@ -232,7 +232,7 @@ TEST_F(Mooncake, LookupClientRecovers) {
   for (int i = 0; i < 20; ++i) {
     const auto began = Clock::now();
     EXPECT_EQ(looks.exists({"a", "b"}), S(2, ItemStatus::kUnavailable));
-    EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(50));
+    EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(500));
   }
   ASSERT_TRUE(master.start());
   EXPECT_TRUE(within(std::chrono::seconds(20),
