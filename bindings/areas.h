@@ -1,4 +1,5 @@
-// One function a file: each adds the classes of its area to the module. Order matters only for default arguments.
+// One function a file: each adds the classes of its area to the module. Order matters only for
+// default arguments.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -29,7 +29,9 @@ constexpr const char* kHybrid = R"({
     {"kind": "mamba", "layers": ["m0"], "block_size": 800, "mamba_cache_mode": "align", "shapes": [[4, 32]],
      "dtypes": ["float32"]}]})";
 
-CacheConfig read(std::string_view json) { return cache_config_from_json(json, SpecRegistry::builtin()); }
+CacheConfig read(std::string_view json) {
+  return cache_config_from_json(json, SpecRegistry::builtin());
+}
 
 Error error_of(std::string_view json) {
   try {
@@ -87,10 +89,11 @@ TEST(CacheConfigJson, WritesWhatItReads) {
 }
 
 TEST(CacheConfigJson, WritesWindowsAndRawKinds) {
-  const SpecRegistry registry = SpecRegistry::builtin().with(SpecKind{
-      "blob", PayloadKind::kRaw, false, false, [](const CacheSpec&) {
-        return SpecTraits{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, false};
-      }});
+  const SpecRegistry registry = SpecRegistry::builtin().with(
+      SpecKind{"blob", PayloadKind::kRaw, false, false, [](const CacheSpec&) {
+                 return SpecTraits{
+                     true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, false};
+               }});
   CacheConfig config = read(kHybrid);
   config.groups[0].spec.kind = "sliding_window";
   config.groups[0].spec.sliding_window = 100;
@@ -100,69 +103,86 @@ TEST(CacheConfigJson, WritesWindowsAndRawKinds) {
 }
 
 TEST(CacheConfigJson, UnknownKeysAreErrorsWithASuggestion) {
-  const Error error = error_of(one_group(kAttention + std::string(R"(, "blok_size": 3)"), R"("num_block": 2, "num_blocks": 4)"));
-  EXPECT_THAT(error.what(), AllOf(HasSubstr("groups[0].blok_size"), HasSubstr("did you mean 'block_size'?"),
-                                  HasSubstr("num_block = 2"), HasSubstr("did you mean 'num_blocks'?")));
+  const Error error = error_of(one_group(kAttention + std::string(R"(, "blok_size": 3)"),
+                                         R"("num_block": 2, "num_blocks": 4)"));
+  EXPECT_THAT(error.what(),
+              AllOf(HasSubstr("groups[0].blok_size"), HasSubstr("did you mean 'block_size'?"),
+                    HasSubstr("num_block = 2"), HasSubstr("did you mean 'num_blocks'?")));
 }
 
 TEST(CacheConfigJson, AKeyOfAnotherKindIsAnError) {
-  const Error error = error_of(one_group(kAttention + std::string(R"(, "mamba_cache_mode": "align")")));
-  EXPECT_THAT(error.what(), HasSubstr("groups[0].mamba_cache_mode = \"align\": expected no such key for kind 'full_attention'"));
+  const Error error =
+      error_of(one_group(kAttention + std::string(R"(, "mamba_cache_mode": "align")")));
+  EXPECT_THAT(error.what(), HasSubstr("groups[0].mamba_cache_mode = \"align\": expected no such "
+                                      "key for kind 'full_attention'"));
 }
 
 TEST(CacheConfigJson, TellsEveryProblemAtOnceAndEachOnce) {
-  EXPECT_THAT(paths_of(R"({"num_blocks": -1, "kv_layout": 7, "parallel": {"tp": 0, "xp": 1}, "groups": [
+  EXPECT_THAT(
+      paths_of(R"({"num_blocks": -1, "kv_layout": 7, "parallel": {"tp": 0, "xp": 1}, "groups": [
       {"kind": "full_attention", "layers": ["a", "a"], "block_size": -8, "head_size": 64.0, "dtype": "bf16"},
       {"kind": "mamba", "layers": [], "block_size": 8, "shapes": [[0], 3], "dtypes": ["float32", 1]},
       {"layers": "b", "block_size": "16"},
       5]})"),
-              UnorderedElementsAre(
-                  "num_blocks", "kv_layout", "parallel.tp", "parallel.xp", "groups[0].block_size",
-                  "groups[0].num_kv_heads", "groups[0].head_size", "groups[0].dtype", "groups[0].layers[1]",
-                  "groups[1].mamba_cache_mode", "groups[1].shapes[0][0]", "groups[1].shapes[1]",
-                  "groups[1].dtypes[1]", "groups[1].layers", "groups[2].kind", "groups[2].layers",
-                  "groups[2].block_size", "groups[3]"));
+      UnorderedElementsAre("num_blocks", "kv_layout", "parallel.tp", "parallel.xp",
+                           "groups[0].block_size", "groups[0].num_kv_heads", "groups[0].head_size",
+                           "groups[0].dtype", "groups[0].layers[1]", "groups[1].mamba_cache_mode",
+                           "groups[1].shapes[0][0]", "groups[1].shapes[1]", "groups[1].dtypes[1]",
+                           "groups[1].layers", "groups[2].kind", "groups[2].layers",
+                           "groups[2].block_size", "groups[3]"));
 }
 
 TEST(CacheConfigJson, NumbersMustBePositiveIntegersInRange) {
-  for (const char* const bad : {"0", "-8", "16.0", "1.6e1", "\"16\"", "true", "null", "[16]", "{}", "2147483648",
-                                "99999999999999999999999"}) {
-    const std::string json = R"({"num_blocks": )" + std::string(bad) +
-                             R"(, "groups": [{"kind": "full_attention", "layers": ["a"], "block_size": 16,
+  for (const char* const bad : {"0", "-8", "16.0", "1.6e1", "\"16\"", "true", "null", "[16]", "{}",
+                                "2147483648", "99999999999999999999999"}) {
+    const std::string json =
+        R"({"num_blocks": )" + std::string(bad) +
+        R"(, "groups": [{"kind": "full_attention", "layers": ["a"], "block_size": 16,
                                  "num_kv_heads": 2, "head_size": 64, "dtype": "float16"}]})";
     EXPECT_THAT(paths_of(json), ElementsAre("num_blocks")) << bad;
   }
 }
 
 TEST(CacheConfigJson, UnknownKindListsTheKnownOnes) {
-  const Error error = error_of(one_group(R"("kind": "mambo", "layers": ["a"], "block_size": 16, "shapes": [[1]])"));
-  EXPECT_THAT(error.what(), AllOf(HasSubstr("full_attention, sliding_window, mamba, circular_buffer"),
-                                  HasSubstr("did you mean 'mamba'?")));
+  const Error error =
+      error_of(one_group(R"("kind": "mambo", "layers": ["a"], "block_size": 16, "shapes": [[1]])"));
+  EXPECT_THAT(error.what(),
+              AllOf(HasSubstr("full_attention, sliding_window, mamba, circular_buffer"),
+                    HasSubstr("did you mean 'mamba'?")));
 }
 
 TEST(CacheConfigJson, ALayerBelongsToOneGroup) {
-  const std::string json = R"({"num_blocks": 4, "groups": [{)" + std::string(kAttention) + "}, {" + kAttention + "}]}";
-  EXPECT_THAT(error_of(json).what(), AllOf(HasSubstr("groups[1].layers[0] = a"), HasSubstr("also at groups[0].layers[0]")));
+  const std::string json =
+      R"({"num_blocks": 4, "groups": [{)" + std::string(kAttention) + "}, {" + kAttention + "}]}";
+  EXPECT_THAT(error_of(json).what(), AllOf(HasSubstr("groups[1].layers[0] = a"),
+                                           HasSubstr("also at groups[0].layers[0]")));
 }
 
 TEST(CacheConfigJson, AKeyGivenTwiceIsAnError) {
-  EXPECT_THAT(paths_of(one_group(kAttention + std::string(R"(, "block_size": 32)"))), ElementsAre("groups[0].block_size"));
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "num_blocks": 4)")), ElementsAre("num_blocks"));
+  EXPECT_THAT(paths_of(one_group(kAttention + std::string(R"(, "block_size": 32)"))),
+              ElementsAre("groups[0].block_size"));
+  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "num_blocks": 4)")),
+              ElementsAre("num_blocks"));
 }
 
 TEST(CacheConfigJson, RefusesParallelSizesThatCannotBe) {
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": {"tp": 4, "dcp": 3})")),
-              ElementsAre("parallel.dcp"));
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": {"tp": 4096, "pp": 4096})")),
+  EXPECT_THAT(
+      paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": {"tp": 4, "dcp": 3})")),
+      ElementsAre("parallel.dcp"));
+  EXPECT_THAT(
+      paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": {"tp": 4096, "pp": 4096})")),
+      ElementsAre("parallel"));
+  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": [1])")),
               ElementsAre("parallel"));
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "parallel": [1])")), ElementsAre("parallel"));
 }
 
 TEST(CacheConfigJson, RefusesNamesThatAreUnknown) {
   EXPECT_THAT(error_of(one_group(kAttention, R"("num_blocks": 4, "kv_layout": "LBNHD")")).what(),
               AllOf(HasSubstr("kv_layout = LBNHD"), HasSubstr("LBHNC")));
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "key_schema": "other")")), ElementsAre("key_schema"));
-  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "namespace": ")" + std::string(129, 'n') + "\"")),
+  EXPECT_THAT(paths_of(one_group(kAttention, R"("num_blocks": 4, "key_schema": "other")")),
+              ElementsAre("key_schema"));
+  EXPECT_THAT(paths_of(one_group(
+                  kAttention, R"("num_blocks": 4, "namespace": ")" + std::string(129, 'n') + "\"")),
               ElementsAre("namespace"));
 }
 
@@ -175,19 +195,22 @@ TEST(CacheConfigJson, TextThatIsNotJsonNamesLineAndColumn) {
   EXPECT_THAT(error_of("").what(), HasSubstr("line 1, column 1"));
   EXPECT_THAT(error_of("[]").what(), HasSubstr("an object with num_blocks and groups"));
   EXPECT_THAT(error_of("{\"num_blocks\": 1e999}").what(), HasSubstr("JSON text"));
-  EXPECT_THAT(error_of("{\n \"namespace\": \"a\xff\"}").what(), AllOf(HasSubstr("line 2, column 17"), HasSubstr("UTF-8")));
+  EXPECT_THAT(error_of("{\n \"namespace\": \"a\xff\"}").what(),
+              AllOf(HasSubstr("line 2, column 17"), HasSubstr("UTF-8")));
   EXPECT_THAT(error_of("{\"num_blocks\": \xc3\xa9}").what(), HasSubstr("line 1, column"));
 }
 
 TEST(CacheConfigJson, SurvivesDeepNesting) {
   const std::string deep = std::string(200000, '[') + std::string(200000, ']');
-  EXPECT_THAT(paths_of("{\"num_blocks\": " + deep + ", \"groups\": []}"), UnorderedElementsAre("num_blocks", "groups"));
+  EXPECT_THAT(paths_of("{\"num_blocks\": " + deep + ", \"groups\": []}"),
+              UnorderedElementsAre("num_blocks", "groups"));
 }
 
 class CacheConfigFile : public testing::Test {
  protected:
   void SetUp() override {
-    directory_ = std::filesystem::temp_directory_path() / ("kvprism_config_" + std::to_string(::getpid()));
+    directory_ =
+        std::filesystem::temp_directory_path() / ("kvprism_config_" + std::to_string(::getpid()));
     std::filesystem::create_directories(directory_);
   }
   void TearDown() override { std::filesystem::remove_all(directory_); }
@@ -219,7 +242,8 @@ TEST_F(CacheConfigFile, EveryErrorNamesThePath) {
   const std::string missing = (directory_ / "absent.json").string();
   EXPECT_EQ(error_of(missing).code(), ErrorCode::kNotFound);
   EXPECT_THAT(error_of(missing).what(), HasSubstr(missing));
-  EXPECT_THAT(error_of(directory_.string()).what(), AllOf(HasSubstr(directory_.string()), HasSubstr("a directory")));
+  EXPECT_THAT(error_of(directory_.string()).what(),
+              AllOf(HasSubstr(directory_.string()), HasSubstr("a directory")));
   const std::string broken = write("{");
   EXPECT_THAT(error_of(broken).what(), AllOf(HasSubstr(broken), HasSubstr("line 1, column 2")));
   const std::string empty = write("");

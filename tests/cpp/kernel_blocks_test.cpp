@@ -21,7 +21,8 @@ std::string message_of(std::uint32_t tokens_per_block, const KernelBlocks& kerne
 
 // R28: 8960 tokens per block over kernel blocks of 64 states, 4 tokens each.
 TEST(BlockRatio, ComesFromDeclaredTokensOfAKernelBlock) {
-  const BlockRatio ratio = BlockRatio::make(8960, {.states_per_block = 64, .tokens_per_state = 4, .count = 17885});
+  const BlockRatio ratio =
+      BlockRatio::make(8960, {.states_per_block = 64, .tokens_per_state = 4, .count = 17885});
   EXPECT_EQ(ratio.kernel_blocks_per_block(), 35U);
   EXPECT_EQ(ratio.num_blocks(), 511U);
   EXPECT_EQ(ratio.kernel_blocks(BlockId{3}), (KernelRange{105, 35}));
@@ -33,11 +34,13 @@ TEST(BlockRatio, RefusesAPoolThatIsNoWholeNumberOfBlocks) {
 }
 
 TEST(BlockRatio, RefusesABlockThatIsNoWholeNumberOfKernelBlocks) {
-  EXPECT_THAT(message_of(100, {.states_per_block = 64, .count = 10}), AllOf(HasSubstr("100"), HasSubstr("64")));
+  EXPECT_THAT(message_of(100, {.states_per_block = 64, .count = 10}),
+              AllOf(HasSubstr("100"), HasSubstr("64")));
 }
 
 TEST(BlockRatio, TellsEverySizeOfZeroAtOnce) {
-  EXPECT_THAT(message_of(0, {.states_per_block = 0, .tokens_per_state = 0, .count = 0}), HasSubstr("4 problems"));
+  EXPECT_THAT(message_of(0, {.states_per_block = 0, .tokens_per_state = 0, .count = 0}),
+              HasSubstr("4 problems"));
 }
 
 TEST(BlockRatio, OfOneIsTheIdentity) {

@@ -57,8 +57,8 @@ std::vector<std::uint8_t> hash_of(std::uint8_t seed, std::size_t width = 32) {
   return hash;
 }
 
-std::string key_of(const KeySchema& schema, StoreIndex group = StoreIndex{0}, RankPosition shard = {},
-                   std::uint8_t seed = 0xF0) {
+std::string key_of(const KeySchema& schema, StoreIndex group = StoreIndex{0},
+                   RankPosition shard = {}, std::uint8_t seed = 0xF0) {
   KeySlots slots;
   schema.append_key(slots, group, shard, hash_of(seed));
   return slots[0];
@@ -69,7 +69,8 @@ std::string key_of(const Given& setup) { return key_of(*make(setup)); }
 // The text of keys is a promise to every store that holds objects already.
 TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
   EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
-            "kvp1/-/81ff6a4dad6eb15e10a2f7ba23b7c800/1.0.0.0/1/f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
+            "kvp1/-/81ff6a4dad6eb15e10a2f7ba23b7c800/1.0.0.0/1/"
+            "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
 }
 
 // R35, R38: every fact changes every key.
@@ -86,26 +87,36 @@ TEST(KeySchema, EveryFactChangesTheKey) {
       {"tp", [](Given& s) { s.config.parallel.tp = 4; }},
       {"pp", [](Given& s) { s.config.parallel.pp = 2; }},
       {"pcp", [](Given& s) { s.config.parallel.pcp = 2; }},
-      {"dtype", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat8E4M3; }},
-      {"dtype of equal size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat16; }},
+      {"dtype",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat8E4M3; }},
+      {"dtype of equal size",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat16; }},
       {"block size", [](Given& s) { s.config.groups[0].spec.block_size = 32; }},
-      {"local heads", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).num_kv_heads = 4; }},
-      {"total heads", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).total_num_kv_heads = 8; }},
+      {"local heads",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).num_kv_heads = 4; }},
+      {"total heads",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).total_num_kv_heads = 8; }},
       {"head size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).head_size = 128; }},
-      {"value size", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).head_size_v = 0; }},
+      {"value size",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).head_size_v = 0; }},
       {"key and value sizes swapped",
        [](Given& s) {
          std::get<0>(s.config.groups[0].spec.payload).head_size = 32;
          std::get<0>(s.config.groups[0].spec.payload).head_size_v = 96;
        }},
-      {"compression", [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).compression = 2; }},
+      {"compression",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).compression = 2; }},
       {"padding", [](Given& s) { s.config.groups[0].spec.page_size_padded = 10000; }},
       {"draft", [](Given& s) { s.config.groups[0].is_eagle_group = true; }},
       {"window", [](Given& s) { s.config.groups[2].spec.sliding_window = 64; }},
-      {"state shape", [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).shapes = {{32, 4}, {3}}; }},
+      {"state shape",
+       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).shapes = {{32, 4}, {3}}; }},
       {"state dtype",
-       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).dtypes = {DType::kFloat32, DType::kFloat16}; }},
-      {"state mode", [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).cache_mode = "all"; }},
+       [](Given& s) {
+         std::get<1>(s.config.groups[3].spec.payload).dtypes = {DType::kFloat32, DType::kFloat16};
+       }},
+      {"state mode",
+       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).cache_mode = "all"; }},
       {"another group", [](Given& s) { s.config.groups.pop_back(); }},
       {"no window", [](Given& s) { s.config.groups.erase(s.config.groups.begin() + 2); }},
       {"dcp",
@@ -164,9 +175,10 @@ TEST(KeySchema, EveryPartOfAKeyCounts) {
 }
 
 TEST(KeySchema, NamespacesAreOneComponentAndNeverSpellAlike) {
-  const char* const names[] = {"",    "-",     "%2D", "a",   "A",     "a/b", "a%2Fb", "a%2fb", "a@b", "@",
-                               "%",   "%%",    "/",   "//",  ".",     "..",  "ä",     "a\u0308", "日本", " ",
-                               "a b", "a\tb",  "a+b", "a\\b", "a\nb", "--",  "_"};
+  const char* const names[] = {"",      "-",   "%2D",  "a",       "A",    "a/b", "a%2Fb",
+                               "a%2fb", "a@b", "@",    "%",       "%%",   "/",   "//",
+                               ".",     "..",  "ä",    "a\u0308", "日本", " ",   "a b",
+                               "a\tb",  "a+b", "a\\b", "a\nb",    "--",   "_"};
   std::set<std::string> seen;
   for (const char* const name : names) {
     Given setup = base();
@@ -176,7 +188,8 @@ TEST(KeySchema, NamespacesAreOneComponentAndNeverSpellAlike) {
     const std::string component = key.substr(5, end - 5);
     EXPECT_TRUE(seen.insert(component).second) << name;
     EXPECT_EQ(std::count(key.begin(), key.end(), '/'), 5) << key;
-    EXPECT_EQ(component.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-@%"),
+    EXPECT_EQ(component.find_first_not_of(
+                  "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-@%"),
               std::string::npos)
         << component;
   }
@@ -214,14 +227,16 @@ TEST(RankPositions, RunOverTensorThenContextThenPipeline) {
   EXPECT_EQ(rank_position(Rank{0}, parallel), (RankPosition{}));
   EXPECT_EQ(rank_position(Rank{3}, parallel), (RankPosition{.tp = 3, .dcp = 1}));
   EXPECT_EQ(rank_position(Rank{4}, parallel), (RankPosition{.pcp = 1}));
-  EXPECT_EQ(rank_position(Rank{23}, parallel), (RankPosition{.tp = 3, .pp = 1, .pcp = 2, .dcp = 1}));
+  EXPECT_EQ(rank_position(Rank{23}, parallel),
+            (RankPosition{.tp = 3, .pp = 1, .pcp = 2, .dcp = 1}));
 }
 
 TEST(KeySchema, AppendingAllocatesOnlyTheFirstTime) {
   const auto schema = make(base());
   KeySlots slots;
   const auto fill = [&](std::uint8_t seed) {
-    for (int i = 0; i < 100; ++i) schema->append_key(slots, StoreIndex{0}, {.tp = 1}, hash_of(seed));
+    for (int i = 0; i < 100; ++i)
+      schema->append_key(slots, StoreIndex{0}, {.tp = 1}, hash_of(seed));
     std::set<const char*> memory;
     for (const std::string& key : slots.strings()) memory.insert(key.data());
     return memory;
@@ -249,7 +264,8 @@ TEST(KeySchema, RefusesHashesAndShardsOutsideTheContract) {
   for (const std::size_t width : {0U, 8U, 15U, 65U}) {
     EXPECT_THROW(schema->append_key(slots, StoreIndex{0}, {}, hash_of(1, width)), Error) << width;
   }
-  const RankPosition nowhere[] = {{.tp = 2}, {.pp = 1}, {.pcp = 1}, {.dcp = 1}, {.tp = 0xFFFFFFFF, .pp = 0xFFFFFFFF}};
+  const RankPosition nowhere[] = {
+      {.tp = 2}, {.pp = 1}, {.pcp = 1}, {.dcp = 1}, {.tp = 0xFFFFFFFF, .pp = 0xFFFFFFFF}};
   for (const RankPosition& shard : nowhere) {
     EXPECT_THROW(schema->append_key(slots, StoreIndex{0}, shard, hash_of(1)), Error);
   }
@@ -274,7 +290,8 @@ TEST(KeySchema, ShowsWhatItsFingerprintCovers) {
   const auto schema = make(base());
   EXPECT_EQ(schema->name(), "kvprism");
   EXPECT_EQ(schema->fingerprint().size(), 32U);
-  EXPECT_THAT(schema->facts(), testing::Contains(DigestFact{"store_groups[2].states", "float32[4,32]; bfloat16[3]"}));
+  EXPECT_THAT(schema->facts(), testing::Contains(DigestFact{"store_groups[2].states",
+                                                            "float32[4,32]; bfloat16[3]"}));
 }
 
 }  // namespace

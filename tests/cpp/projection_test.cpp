@@ -23,7 +23,8 @@ GroupConfig attention(std::uint32_t block_size) {
   GroupConfig group;
   group.spec.kind = "full_attention";
   group.spec.block_size = block_size;
-  group.spec.payload = AttentionPayload{.num_kv_heads = 2, .head_size = 64, .head_size_v = 64, .dtype = DType::kBFloat16};
+  group.spec.payload = AttentionPayload{
+      .num_kv_heads = 2, .head_size = 64, .head_size_v = 64, .dtype = DType::kBFloat16};
   return group;
 }
 
@@ -52,7 +53,8 @@ CacheConfig config_of(std::vector<GroupConfig> groups) {
   CacheConfig config;
   config.num_blocks = 64;
   config.groups = std::move(groups);
-  for (std::size_t g = 0; g < config.groups.size(); ++g) config.groups[g].layers = {"layer." + std::to_string(g)};
+  for (std::size_t g = 0; g < config.groups.size(); ++g)
+    config.groups[g].layers = {"layer." + std::to_string(g)};
   return config;
 }
 
@@ -62,7 +64,8 @@ std::shared_ptr<const Projection> make(const CacheConfig& config) {
 
 std::vector<std::uint32_t> store_ids(const Projection& projection) {
   std::vector<std::uint32_t> ids;
-  for (const StoreIndex s : indices<StoreIndex>(projection.num_store_groups())) ids.push_back(raw(projection.group_id(s)));
+  for (const StoreIndex s : indices<StoreIndex>(projection.num_store_groups()))
+    ids.push_back(raw(projection.group_id(s)));
   return ids;
 }
 
@@ -98,13 +101,18 @@ concept Compares = requires(A a, B b) { a == b; };
 
 static_assert(HasStoreIndex<GroupId> && HasTransferIndex<GroupId> && HasReason<GroupId>);
 static_assert(!HasStoreIndex<StoreIndex> && !HasStoreIndex<TransferIndex> && !HasStoreIndex<int>);
-static_assert(!HasTransferIndex<TransferIndex> && !HasTransferIndex<StoreIndex> && !HasReason<StoreIndex>);
-static_assert(HasGroupId<StoreIndex> && HasGroupId<TransferIndex> && !HasGroupId<GroupId> && !HasGroupId<int>);
+static_assert(!HasTransferIndex<TransferIndex> && !HasTransferIndex<StoreIndex> &&
+              !HasReason<StoreIndex>);
+static_assert(HasGroupId<StoreIndex> && HasGroupId<TransferIndex> && !HasGroupId<GroupId> &&
+              !HasGroupId<int>);
 static_assert(Addresses<IndexedSpan<StoreIndex, int>, StoreIndex>);
-static_assert(!Addresses<IndexedSpan<StoreIndex, int>, GroupId> && !Addresses<IndexedSpan<StoreIndex, int>, int>);
+static_assert(!Addresses<IndexedSpan<StoreIndex, int>, GroupId> &&
+              !Addresses<IndexedSpan<StoreIndex, int>, int>);
 static_assert(Addresses<IndexedVector<GroupId, int>, GroupId>);
-static_assert(!Addresses<IndexedVector<GroupId, int>, TransferIndex> && !Addresses<IndexedVector<GroupId, int>, int>);
-static_assert(Compares<StoreIndex, StoreIndex> && !Compares<StoreIndex, TransferIndex> && !Compares<GroupId, int>);
+static_assert(!Addresses<IndexedVector<GroupId, int>, TransferIndex> &&
+              !Addresses<IndexedVector<GroupId, int>, int>);
+static_assert(Compares<StoreIndex, StoreIndex> && !Compares<StoreIndex, TransferIndex> &&
+              !Compares<GroupId, int>);
 
 // R01: the ring first, in the middle and last, with the capacities that are seen.
 TEST(Projection, ARingTravelsAndIsNeverStored) {
@@ -133,7 +141,8 @@ TEST(Projection, RoundTripsBetweenIdsAndIndices) {
   const auto projection = make(config_of(std::move(groups)));
   EXPECT_THAT(transfer_ids(*projection), ElementsAre(0, 2, 3, 4));
   EXPECT_THAT(store_ids(*projection), ElementsAre(0, 3));
-  for (const StoreIndex s : indices<StoreIndex>(2)) EXPECT_EQ(projection->store_index(projection->group_id(s)), s);
+  for (const StoreIndex s : indices<StoreIndex>(2))
+    EXPECT_EQ(projection->store_index(projection->group_id(s)), s);
   for (const TransferIndex t : indices<TransferIndex>(4)) {
     EXPECT_EQ(projection->transfer_index(projection->group_id(t)), t);
   }
@@ -147,7 +156,9 @@ TEST(Projection, RoundTripsBetweenIdsAndIndices) {
 // For any mix of groups: all >= transfer >= store, in order, and both maps are inverse.
 TEST(Projection, HoldsItsInvariantsForAnyMixOfGroups) {
   std::mt19937 random(20240613);
-  const auto any = [&](std::uint32_t below) { return static_cast<std::uint32_t>(random() % below); };
+  const auto any = [&](std::uint32_t below) {
+    return static_cast<std::uint32_t>(random() % below);
+  };
   for (int round = 0; round < 500; ++round) {
     std::vector<GroupConfig> groups;
     const std::uint32_t count = 1 + any(9);
@@ -183,7 +194,8 @@ TEST(Projection, HoldsItsInvariantsForAnyMixOfGroups) {
       const bool transferred = std::binary_search(transfer.begin(), transfer.end(), g);
       const bool is_stored = std::binary_search(store.begin(), store.end(), g);
       EXPECT_EQ(transferred, groups[g].enable_kv_transfer);
-      EXPECT_EQ(is_stored, groups[g].enable_kv_transfer && groups[g].spec.kind != "circular_buffer");
+      EXPECT_EQ(is_stored,
+                groups[g].enable_kv_transfer && groups[g].spec.kind != "circular_buffer");
       EXPECT_EQ(projection->transfer_index(id).has_value(), transferred);
       EXPECT_EQ(projection->store_index(id).has_value(), is_stored);
       EXPECT_EQ(projection->why_not_stored(id).empty(), is_stored);
@@ -230,7 +242,8 @@ TEST(Projection, CountsContextRanksInBlockSizes) {
 
 TEST(Projection, RefusesALcmThatDoesNotFit) {
   CacheConfig config = config_of({attention(2147483647), attention(2147483646)});
-  for (GroupConfig& group : config.groups) group.spec.payload = AttentionPayload{1, 0, 1, 0, DType::kInt8, 1};
+  for (GroupConfig& group : config.groups)
+    group.spec.payload = AttentionPayload{1, 0, 1, 0, DType::kInt8, 1};
   EXPECT_EQ(Projection::check(config, SpecRegistry::builtin()).size(), 1U);
   EXPECT_THROW(make(config), Error);
   config.scheduler_block_size = 2147483647;
@@ -312,7 +325,8 @@ TEST(Digest, ChangesWithEveryFact) {
 
 // Two builds on two machines must agree; a change here is a change of the protocol.
 TEST(Digest, IsTheSameInEveryProcess) {
-  EXPECT_EQ(digest(config_of({attention(800), ring(8), mamba(800)})), "aedf17134e6939d611a30114003a592d");
+  EXPECT_EQ(digest(config_of({attention(800), ring(8), mamba(800)})),
+            "aedf17134e6939d611a30114003a592d");
 }
 
 TEST(Digest, AMismatchIsATableWithTheRowMarked) {
@@ -321,7 +335,8 @@ TEST(Digest, AMismatchIsATableWithTheRowMarked) {
   other.groups[1].is_eagle_group = true;
   other.groups.push_back(ring(8));
   other.groups.back().layers = {"r"};
-  const std::string table = Projection::describe_mismatch(make(base)->digest_facts(), make(other)->digest_facts());
+  const std::string table =
+      Projection::describe_mismatch(make(base)->digest_facts(), make(other)->digest_facts());
   EXPECT_THAT(table, AllOf(HasSubstr("-> groups[1].is_eagle_group"), HasSubstr("-> groups[2].kind"),
                            HasSubstr("(absent)"), HasSubstr("circular_buffer"),
                            HasSubstr("   groups[0].kind"), Not(HasSubstr("-> groups[0]"))));
@@ -331,14 +346,19 @@ TEST(Digest, AMismatchIsATableWithTheRowMarked) {
 TEST(Projection, TakesHeadsTimesRanksOnlyWithAWarning) {
   static std::vector<std::string> lines;
   lines.clear();
-  set_log_sink([](void*, LogLevel, std::string_view line) { lines.emplace_back(line); }, nullptr, LogLevel::kWarning);
+  set_log_sink([](void*, LogLevel, std::string_view line) { lines.emplace_back(line); }, nullptr,
+               LogLevel::kWarning);
   CacheConfig config = config_of({attention(16), attention(16)});
   config.parallel.tp = 8;
   std::get<AttentionPayload>(config.groups[1].spec.payload).total_num_kv_heads = 4;
   const auto projection = make(config);
   set_log_sink(nullptr, nullptr, LogLevel::kWarning);
-  EXPECT_EQ(std::get<AttentionPayload>(projection->group(GroupId{0}).spec.payload).total_num_kv_heads, 16U);
-  EXPECT_EQ(std::get<AttentionPayload>(projection->group(GroupId{1}).spec.payload).total_num_kv_heads, 4U);
+  EXPECT_EQ(
+      std::get<AttentionPayload>(projection->group(GroupId{0}).spec.payload).total_num_kv_heads,
+      16U);
+  EXPECT_EQ(
+      std::get<AttentionPayload>(projection->group(GroupId{1}).spec.payload).total_num_kv_heads,
+      4U);
   EXPECT_THAT(lines, ElementsAre(HasSubstr("groups[0].total_num_kv_heads")));
 }
 
@@ -347,7 +367,8 @@ TEST(Projection, DraftsAreDeclaredOnly) {
   CacheConfig config = config_of({attention(16), attention(16), mamba(16), attention(16)});
   for (const GroupId id : indices<GroupId>(4)) EXPECT_FALSE(make(config)->group(id).is_eagle_group);
   config.groups[3].is_eagle_group = true;
-  for (const GroupId id : indices<GroupId>(4)) EXPECT_EQ(make(config)->group(id).is_eagle_group, raw(id) == 3);
+  for (const GroupId id : indices<GroupId>(4))
+    EXPECT_EQ(make(config)->group(id).is_eagle_group, raw(id) == 3);
 }
 
 // R02.

@@ -16,7 +16,8 @@ CacheSpec attention(std::uint32_t block_size) {
   CacheSpec spec;
   spec.kind = "full_attention";
   spec.block_size = block_size;
-  spec.payload = AttentionPayload{.num_kv_heads = 2, .head_size = 64, .head_size_v = 64, .dtype = DType::kBFloat16};
+  spec.payload = AttentionPayload{
+      .num_kv_heads = 2, .head_size = 64, .head_size_v = 64, .dtype = DType::kBFloat16};
   return spec;
 }
 
@@ -30,11 +31,13 @@ CacheSpec mamba(std::uint32_t block_size, std::string mode = "align") {
   CacheSpec spec;
   spec.kind = "mamba";
   spec.block_size = block_size;
-  spec.payload = StatePayload{{{4, 32}, {3, 5}}, {DType::kFloat32, DType::kBFloat16}, std::move(mode)};
+  spec.payload =
+      StatePayload{{{4, 32}, {3, 5}}, {DType::kFloat32, DType::kBFloat16}, std::move(mode)};
   return spec;
 }
 
-std::vector<Problem> problems_of(const CacheSpec& spec, const SpecRegistry& registry = SpecRegistry::builtin()) {
+std::vector<Problem> problems_of(const CacheSpec& spec,
+                                 const SpecRegistry& registry = SpecRegistry::builtin()) {
   ProblemList problems;
   registry.check(spec, "groups[0]", problems);
   return problems.problems();
@@ -60,18 +63,31 @@ Error error_of(F&& call) {
 // R64: leaving out any member does not compile, not even inside an aggregate.
 template <class T>
 concept TakesAllTraits = requires {
-  T{.prefix_cacheable = true, .hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional,
-    .peer = PeerRule::kSuffix, .replay_tokens = 0U, .fine_grained_lookup = true};
+  T{.prefix_cacheable = true,
+    .hit = HitRule::kPrefix,
+    .window = 0U,
+    .save = SaveRule::kPositional,
+    .peer = PeerRule::kSuffix,
+    .replay_tokens = 0U,
+    .fine_grained_lookup = true};
 };
 template <class T>
 concept TakesTraitsWithoutTheFirst = requires {
-  T{.hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional, .peer = PeerRule::kSuffix,
-    .replay_tokens = 0U, .fine_grained_lookup = true};
+  T{.hit = HitRule::kPrefix,
+    .window = 0U,
+    .save = SaveRule::kPositional,
+    .peer = PeerRule::kSuffix,
+    .replay_tokens = 0U,
+    .fine_grained_lookup = true};
 };
 template <class T>
 concept TakesTraitsWithoutReplay = requires {
-  T{.prefix_cacheable = true, .hit = HitRule::kPrefix, .window = 0U, .save = SaveRule::kPositional,
-    .peer = PeerRule::kSuffix, .fine_grained_lookup = true};
+  T{.prefix_cacheable = true,
+    .hit = HitRule::kPrefix,
+    .window = 0U,
+    .save = SaveRule::kPositional,
+    .peer = PeerRule::kSuffix,
+    .fine_grained_lookup = true};
 };
 template <class T, class... Members>
 concept Takes = requires(Members... members) { T{members...}; };
@@ -79,7 +95,8 @@ concept Takes = requires(Members... members) { T{members...}; };
 static_assert(TakesAllTraits<SpecTraits>);
 static_assert(!TakesTraitsWithoutTheFirst<SpecTraits>);
 static_assert(!TakesTraitsWithoutReplay<SpecTraits>);
-static_assert(Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule, std::uint32_t, bool>);
+static_assert(
+    Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule, std::uint32_t, bool>);
 static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule, std::uint32_t>);
 static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule, PeerRule>);
 static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t, SaveRule>);
@@ -148,24 +165,29 @@ TEST(TokensPerBlock, ContextRanksSpreadOnlyWhatIsSharded) {
 }
 
 TEST(TokensPerBlock, RefusesAProductThatDoesNotFit) {
-  const Error error = error_of(
-      [] { tokens_per_block(attention(0x7FFFFFFF), {.tp = 2, .dcp = 2}, SpecRegistry::builtin()); });
+  const Error error = error_of([] {
+    tokens_per_block(attention(0x7FFFFFFF), {.tp = 2, .dcp = 2}, SpecRegistry::builtin());
+  });
   EXPECT_EQ(error.code(), ErrorCode::kInvalidConfig);
 }
 
 TEST(Traits, OfTheBuiltinKinds) {
   const SpecRegistry registry = SpecRegistry::builtin();
-  EXPECT_THAT(registry.names(), ElementsAre("full_attention", "sliding_window", "mamba", "circular_buffer"));
+  EXPECT_THAT(registry.names(),
+              ElementsAre("full_attention", "sliding_window", "mamba", "circular_buffer"));
 
-  EXPECT_EQ(registry.traits_of(attention(16)),
-            (SpecTraits{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, true}));
+  EXPECT_EQ(
+      registry.traits_of(attention(16)),
+      (SpecTraits{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, true}));
   CacheSpec window = attention(16);
   window.kind = "sliding_window";
   window.sliding_window = 1024;
   EXPECT_EQ(registry.traits_of(window),
-            (SpecTraits{true, HitRule::kWindow, 1024, SaveRule::kPositional, PeerRule::kWindow, 0, false}));
-  EXPECT_EQ(registry.traits_of(mamba(800)),
-            (SpecTraits{true, HitRule::kLastState, 0, SaveRule::kHandOff, PeerRule::kState, 0, true}));
+            (SpecTraits{true, HitRule::kWindow, 1024, SaveRule::kPositional, PeerRule::kWindow, 0,
+                        false}));
+  EXPECT_EQ(
+      registry.traits_of(mamba(800)),
+      (SpecTraits{true, HitRule::kLastState, 0, SaveRule::kHandOff, PeerRule::kState, 0, true}));
   EXPECT_EQ(registry.traits_of(ring(8)),
             (SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 0, false}));
 }
@@ -199,7 +221,8 @@ TEST(Registry, UnknownKindListsTheKnownOnes) {
 
 // R02: the mode is declared; sizes say nothing about it.
 TEST(Registry, AcceptsEveryDeclaredModeAndNoOther) {
-  for (const char* const mode : {"none", "align", "all"}) EXPECT_THAT(problems_of(mamba(800, mode)), IsEmpty());
+  for (const char* const mode : {"none", "align", "all"})
+    EXPECT_THAT(problems_of(mamba(800, mode)), IsEmpty());
   EXPECT_THAT(problems_of(mamba(1600)), IsEmpty());
   const std::vector<Problem> problems = problems_of(mamba(800, "aligned"));
   ASSERT_EQ(problems.size(), 1U);
@@ -211,11 +234,13 @@ TEST(Registry, TellsEveryProblemOfASpecAtOnce) {
   CacheSpec spec = attention(0);
   spec.payload = AttentionPayload{};
   spec.page_size_padded = 4;
-  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].block_size", "groups[0].num_kv_heads", "groups[0].head_size"));
+  EXPECT_THAT(paths_of(spec),
+              ElementsAre("groups[0].block_size", "groups[0].num_kv_heads", "groups[0].head_size"));
 
   CacheSpec state = mamba(800);
   state.payload = StatePayload{{{4, 0}, {}}, {DType::kFloat32}, "align"};
-  EXPECT_THAT(paths_of(state), ElementsAre("groups[0].shapes[0][1]", "groups[0].shapes[1]", "groups[0].dtypes"));
+  EXPECT_THAT(paths_of(state),
+              ElementsAre("groups[0].shapes[0][1]", "groups[0].shapes[1]", "groups[0].dtypes"));
 }
 
 TEST(Registry, RefusesSizesThatContradictEachOther) {
@@ -256,8 +281,8 @@ SpecKind tail_kind(SpecTraits traits) {
 
 TEST(Registry, TakesAnotherKindAtRunTimeAsANewValue) {
   const SpecRegistry before = SpecRegistry::builtin();
-  const SpecRegistry after =
-      before.with(tail_kind({false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 4, false}));
+  const SpecRegistry after = before.with(
+      tail_kind({false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 4, false}));
   EXPECT_EQ(before.find("pool_tail"), nullptr);
   ASSERT_NE(after.find("pool_tail"), nullptr);
   CacheSpec spec;

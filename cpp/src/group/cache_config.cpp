@@ -31,11 +31,18 @@ constexpr std::array<std::string_view, 8> kTopKeys{
     "num_blocks",      "kv_layout",  "parallel",  "scheduler_block_size",
     "hash_block_size", "key_schema", "namespace", "groups"};
 constexpr std::array<std::string_view, 4> kParallelKeys{"tp", "pp", "pcp", "dcp"};
-constexpr std::array<std::string_view, 10> kGroupKeys{
-    "kind",           "layers",           "block_size",     "sliding_window", "page_size_padded",
-    "replay_tokens",  "enable_kv_transfer", "is_eagle_group", "host_resident",  "role"};
-constexpr std::array<std::string_view, 6> kAttentionKeys{"num_kv_heads", "total_num_kv_heads", "head_size",
-                                                         "head_size_v",  "dtype",              "compression"};
+constexpr std::array<std::string_view, 10> kGroupKeys{"kind",
+                                                      "layers",
+                                                      "block_size",
+                                                      "sliding_window",
+                                                      "page_size_padded",
+                                                      "replay_tokens",
+                                                      "enable_kv_transfer",
+                                                      "is_eagle_group",
+                                                      "host_resident",
+                                                      "role"};
+constexpr std::array<std::string_view, 6> kAttentionKeys{
+    "num_kv_heads", "total_num_kv_heads", "head_size", "head_size_v", "dtype", "compression"};
 constexpr std::array<std::string_view, 3> kStateKeys{"shapes", "dtypes", "mamba_cache_mode"};
 constexpr std::array<std::string_view, 1> kRawKeys{"page_size_bytes"};
 
@@ -53,7 +60,9 @@ std::string spell(const json& value) {
   return text;
 }
 
-std::string indexed(const std::string& path, std::size_t at) { return path + "[" + std::to_string(at) + "]"; }
+std::string indexed(const std::string& path, std::size_t at) {
+  return path + "[" + std::to_string(at) + "]";
+}
 
 std::string at_most(std::uint64_t max) { return "at most " + std::to_string(max); }
 
@@ -79,7 +88,8 @@ class Object {
   }
 
   template <class T>
-  void integer(std::string_view key, T& out, bool required, std::uint64_t min = 1, std::uint64_t max = kMaxInt) {
+  void integer(std::string_view key, T& out, bool required, std::uint64_t min = 1,
+               std::uint64_t max = kMaxInt) {
     const std::string expected = min == 0 ? "an integer of at least 0" : "a positive integer";
     const json* const found = get(key, expected, required);
     if (found == nullptr) return;
@@ -139,8 +149,9 @@ class Object {
     }
   }
 
-  std::optional<std::uint64_t> count(const json& value, const std::string& path, const std::string& expected,
-                                     std::uint64_t min, std::uint64_t max) {
+  std::optional<std::uint64_t> count(const json& value, const std::string& path,
+                                     const std::string& expected, std::uint64_t min,
+                                     std::uint64_t max) {
     if (value.is_number_unsigned()) {
       const auto number = value.get<std::uint64_t>();
       if (number >= min && number <= max) return number;
@@ -191,9 +202,11 @@ class Reader {
     top.integer("hash_block_size", config.hash_block_size, false);
     top.text("key_schema", config.key_schema, false, "a schema name");
     top.text("namespace", config.key_namespace, false, "a string");
-    if (const json* const parallel = top.get("parallel", "an object", false)) read_parallel(*parallel, config.parallel);
+    if (const json* const parallel = top.get("parallel", "an object", false))
+      read_parallel(*parallel, config.parallel);
     if (const json* const groups = top.list("groups", "a list of groups", true)) {
-      for (std::size_t g = 0; g < groups->size(); ++g) config.groups.push_back(read_group((*groups)[g], g));
+      for (std::size_t g = 0; g < groups->size(); ++g)
+        config.groups.push_back(read_group((*groups)[g], g));
     }
     top.refuse_others(kTopKeys);
     return config;
@@ -291,8 +304,10 @@ class Reader {
     std::string name;
     const std::size_t before = problems_.problems().size();
     object.text("dtype", name, true, detail::one_of(dtype_names()));
-    payload.dtype = DType::kInt8;  // the smallest: no later rule complains about a size that is not known
-    if (problems_.problems().size() == before) payload.dtype = dtype(name, object.at("dtype")).value_or(payload.dtype);
+    payload.dtype =
+        DType::kInt8;  // the smallest: no later rule complains about a size that is not known
+    if (problems_.problems().size() == before)
+      payload.dtype = dtype(name, object.at("dtype")).value_or(payload.dtype);
     return payload;
   }
 
@@ -308,20 +323,23 @@ class Reader {
     std::vector<std::string> names;
     object.texts("dtypes", names, "a list of dtype names");
     for (std::size_t i = 0; i < names.size(); ++i) {
-      payload.dtypes.push_back(dtype(names[i], indexed(object.at("dtypes"), i)).value_or(DType::kInt8));
+      payload.dtypes.push_back(
+          dtype(names[i], indexed(object.at("dtypes"), i)).value_or(DType::kInt8));
     }
     if (shapes == nullptr) payload.dtypes.clear();  // their number is no second problem
     return payload;
   }
 
-  std::vector<std::uint32_t> read_shape(Object& object, const json& value, const std::string& path) {
+  std::vector<std::uint32_t> read_shape(Object& object, const json& value,
+                                        const std::string& path) {
     std::vector<std::uint32_t> shape;
     if (!value.is_array()) {
       problems_.add(path, spell(value), "a list of positive integers");
       return shape;
     }
     for (std::size_t i = 0; i < value.size(); ++i) {
-      const auto extent = object.count(value[i], indexed(path, i), "a positive integer", 1, kMaxInt);
+      const auto extent =
+          object.count(value[i], indexed(path, i), "a positive integer", 1, kMaxInt);
       shape.push_back(static_cast<std::uint32_t>(extent.value_or(1)));
     }
     return shape;
@@ -393,14 +411,16 @@ class DuplicateKeys {
 std::string line_and_column(std::string_view text, std::size_t byte) {
   const std::string_view before = text.substr(0, std::min(byte, text.size()));
   const auto line = 1 + std::count(before.begin(), before.end(), '\n');
-  const std::size_t start = before.rfind('\n') == std::string_view::npos ? 0 : before.rfind('\n') + 1;
+  const std::size_t start =
+      before.rfind('\n') == std::string_view::npos ? 0 : before.rfind('\n') + 1;
   return "line " + std::to_string(line) + ", column " + std::to_string(before.size() - start + 1);
 }
 
 // The part of the parser's message that says what it met.
 std::string parse_reason(const char* what) {
   std::string text(what);
-  if (const std::size_t colon = text.find(": "); colon != std::string::npos) text.erase(0, colon + 2);
+  if (const std::size_t colon = text.find(": "); colon != std::string::npos)
+    text.erase(0, colon + 2);
   if (detail::invalid_utf8(text)) text.erase(std::min(text.size(), text.find("; last read")));
   return text;
 }
@@ -408,7 +428,8 @@ std::string parse_reason(const char* what) {
 json parse(std::string_view text, const std::string& subject, ProblemList& duplicates) {
   if (const auto at = detail::invalid_utf8(text)) {
     fail(ErrorCode::kInvalidConfig, subject,
-         {line_and_column(text, *at), "byte " + std::to_string(*at), "UTF-8 text", "save the file as UTF-8"});
+         {line_and_column(text, *at), "byte " + std::to_string(*at), "UTF-8 text",
+          "save the file as UTF-8"});
   }
   DuplicateKeys seen(duplicates);
   const auto watch = [&seen](int, json::parse_event_t event, json& value) {
@@ -420,13 +441,18 @@ json parse(std::string_view text, const std::string& subject, ProblemList& dupli
     root = json::parse(text, watch);
   } catch (const json::parse_error& error) {
     fail(ErrorCode::kInvalidConfig, subject,
-         {line_and_column(text, error.byte == 0 ? 0 : error.byte - 1), {}, "JSON text", parse_reason(error.what())});
+         {line_and_column(text, error.byte == 0 ? 0 : error.byte - 1),
+          {},
+          "JSON text",
+          parse_reason(error.what())});
   } catch (const json::exception& error) {
     // A number beyond the range of a double.
-    fail(ErrorCode::kInvalidConfig, subject, {"top level", {}, "JSON text", parse_reason(error.what())});
+    fail(ErrorCode::kInvalidConfig, subject,
+         {"top level", {}, "JSON text", parse_reason(error.what())});
   }
   if (!root.is_object()) {
-    fail(ErrorCode::kInvalidConfig, subject, {"top level", spell(root), "an object with num_blocks and groups", {}});
+    fail(ErrorCode::kInvalidConfig, subject,
+         {"top level", spell(root), "an object with num_blocks and groups", {}});
   }
   return root;
 }
@@ -435,13 +461,16 @@ json parse(std::string_view text, const std::string& subject, ProblemList& dupli
 bool covered(const std::string& path, const std::vector<Problem>& known) {
   const auto inside = [](const std::string& inner, const std::string& outer) {
     return inner.size() >= outer.size() && inner.compare(0, outer.size(), outer) == 0 &&
-           (inner.size() == outer.size() || inner[outer.size()] == '.' || inner[outer.size()] == '[');
+           (inner.size() == outer.size() || inner[outer.size()] == '.' ||
+            inner[outer.size()] == '[');
   };
-  return std::any_of(known.begin(), known.end(),
-                     [&](const Problem& each) { return inside(path, each.path) || inside(each.path, path); });
+  return std::any_of(known.begin(), known.end(), [&](const Problem& each) {
+    return inside(path, each.path) || inside(each.path, path);
+  });
 }
 
-CacheConfig config_from(std::string_view text, const SpecRegistry& registry, const std::string& subject) {
+CacheConfig config_from(std::string_view text, const SpecRegistry& registry,
+                        const std::string& subject) {
   Reader reader(registry);
   const json root = parse(text, subject, reader.problems());
   CacheConfig config = reader.read(root);
@@ -461,42 +490,50 @@ std::string read_file(const std::string& path, const std::string& subject) {
   if (std::filesystem::is_directory(path, status_error)) {
     fail(ErrorCode::kInvalidConfig, subject, {path, "a directory", "a JSON file", {}});
   }
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
+                                                             std::fclose);
   if (file == nullptr) {
     const int reason = errno;
     fail(ErrorCode::kNotFound, subject,
-         {path.empty() ? "''" : path, {}, "a file that can be read", std::error_code(reason, std::generic_category()).message()});
+         {path.empty() ? "''" : path,
+          {},
+          "a file that can be read",
+          std::error_code(reason, std::generic_category()).message()});
   }
   std::string text;
   std::array<char, 65536> chunk;
   while (const std::size_t got = std::fread(chunk.data(), 1, chunk.size(), file.get())) {
     text.append(chunk.data(), got);
     if (text.size() > kMaxFileBytes) {
-      fail(ErrorCode::kInvalidConfig, subject, {path, "more than 64 MiB", "a JSON file of at most 64 MiB", {}});
+      fail(ErrorCode::kInvalidConfig, subject,
+           {path, "more than 64 MiB", "a JSON file of at most 64 MiB", {}});
     }
   }
   if (std::ferror(file.get()) != 0) {
-    fail(ErrorCode::kNotFound, subject, {path, {}, "a file that can be read", "reading stopped with an error"});
+    fail(ErrorCode::kNotFound, subject,
+         {path, {}, "a file that can be read", "reading stopped with an error"});
   }
   return text;
 }
 
 ordered_json payload_json(const AttentionPayload& payload) {
-  return {{"num_kv_heads", payload.num_kv_heads},
-          {"total_num_kv_heads", payload.total_num_kv_heads},
-          {"head_size", payload.head_size},
-          {"head_size_v", payload.head_size_v},
-          {"dtype", to_string(payload.dtype)},
-          {"compression", payload.compression}};
+  return {
+      {"num_kv_heads", payload.num_kv_heads}, {"total_num_kv_heads", payload.total_num_kv_heads},
+      {"head_size", payload.head_size},       {"head_size_v", payload.head_size_v},
+      {"dtype", to_string(payload.dtype)},    {"compression", payload.compression}};
 }
 
 ordered_json payload_json(const StatePayload& payload) {
   ordered_json dtypes = ordered_json::array();
   for (const DType dtype : payload.dtypes) dtypes.push_back(to_string(dtype));
-  return {{"mamba_cache_mode", payload.cache_mode}, {"shapes", payload.shapes}, {"dtypes", std::move(dtypes)}};
+  return {{"mamba_cache_mode", payload.cache_mode},
+          {"shapes", payload.shapes},
+          {"dtypes", std::move(dtypes)}};
 }
 
-ordered_json payload_json(const RawPayload& payload) { return {{"page_size_bytes", payload.page_size_bytes}}; }
+ordered_json payload_json(const RawPayload& payload) {
+  return {{"page_size_bytes", payload.page_size_bytes}};
+}
 
 template <class T>
 ordered_json or_null(const std::optional<T>& value) {
@@ -504,8 +541,10 @@ ordered_json or_null(const std::optional<T>& value) {
 }
 
 ordered_json group_json(const GroupConfig& group) {
-  ordered_json object{{"kind", group.spec.kind}, {"layers", group.layers}, {"block_size", group.spec.block_size}};
-  object.update(std::visit([](const auto& payload) { return payload_json(payload); }, group.spec.payload));
+  ordered_json object{
+      {"kind", group.spec.kind}, {"layers", group.layers}, {"block_size", group.spec.block_size}};
+  object.update(
+      std::visit([](const auto& payload) { return payload_json(payload); }, group.spec.payload));
   object["sliding_window"] = or_null(group.spec.sliding_window);
   object["page_size_padded"] = or_null(group.spec.page_size_padded);
   object["replay_tokens"] = or_null(group.spec.replay_tokens);

@@ -16,8 +16,8 @@ constexpr std::uint64_t kMaxCount = std::numeric_limits<std::int32_t>::max();
 constexpr std::size_t kMaxNamespaceBytes = 128;
 constexpr std::uint64_t kMaxWorld = 16384;
 
-void check_one_of(std::string path, const std::string& value, const std::vector<std::string_view>& known,
-                  ProblemList& problems) {
+void check_one_of(std::string path, const std::string& value,
+                  const std::vector<std::string_view>& known, ProblemList& problems) {
   for (const std::string_view word : known) {
     if (value == word) return;
   }
@@ -57,11 +57,15 @@ void check_blocks(const CacheConfig& config, ProblemList& problems) {
     problems.add("num_blocks", std::to_string(config.num_blocks), "at most 2147483647");
   }
   const std::pair<std::string_view, std::optional<std::uint32_t>> sizes[] = {
-      {"scheduler_block_size", config.scheduler_block_size}, {"hash_block_size", config.hash_block_size}};
+      {"scheduler_block_size", config.scheduler_block_size},
+      {"hash_block_size", config.hash_block_size}};
   for (const auto& [name, size] : sizes) {
     if (!size) continue;
-    if (*size == 0) problems.add(std::string(name), "0", "a positive integer", "leave it out to have it computed");
-    if (*size > kMaxCount) problems.add(std::string(name), std::to_string(*size), "at most 2147483647");
+    if (*size == 0)
+      problems.add(std::string(name), "0", "a positive integer",
+                   "leave it out to have it computed");
+    if (*size > kMaxCount)
+      problems.add(std::string(name), std::to_string(*size), "at most 2147483647");
   }
 }
 
@@ -87,7 +91,8 @@ bool check_spec(const GroupConfig& group, const std::string& path, const CacheCo
               "a window cannot be spread over decode context ranks");
     }
     const auto* const attention = std::get_if<AttentionPayload>(&group.spec.payload);
-    if (attention != nullptr && std::uint64_t{attention->num_kv_heads} * config.parallel.tp > kMaxCount) {
+    if (attention != nullptr &&
+        std::uint64_t{attention->num_kv_heads} * config.parallel.tp > kMaxCount) {
       own.add(path + ".num_kv_heads", std::to_string(attention->num_kv_heads),
               "a product with parallel.tp of at most 2147483647");
     }
@@ -117,7 +122,8 @@ void check_layers(const CacheConfig& config, ProblemList& problems) {
         continue;
       }
       const auto [first, is_new] = seen.emplace(layers[i], at);
-      if (!is_new) problems.add(at, layers[i], "a layer name used once", "also at " + first->second);
+      if (!is_new)
+        problems.add(at, layers[i], "a layer name used once", "also at " + first->second);
     }
   }
 }
@@ -185,7 +191,8 @@ BlockSizes block_sizes(const CacheConfig& config, const SpecRegistry& registry) 
     divisor = std::gcd(divisor, each);
   }
   BlockSizes sizes{config.scheduler_block_size, config.hash_block_size.value_or(divisor)};
-  if (!sizes.scheduler && multiple <= kMaxCount) sizes.scheduler = static_cast<std::uint32_t>(multiple);
+  if (!sizes.scheduler && multiple <= kMaxCount)
+    sizes.scheduler = static_cast<std::uint32_t>(multiple);
   return sizes;
 }
 

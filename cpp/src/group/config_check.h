@@ -1,4 +1,5 @@
-// The rules that every cache config obeys, whether it came from JSON or from an engine's own objects.
+// The rules that every cache config obeys, whether it came from JSON or from an engine's own
+// objects.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,8 @@ void check_config(const CacheConfig& config, const SpecRegistry& registry, Probl
 // Whether a group enters the store projection.
 bool stored(const GroupConfig& group, const SpecTraits& traits) noexcept;
 
-// S and h of valid groups (decision 2). A value the engine gave holds; nullopt when the lcm does not fit.
+// S and h of valid groups (decision 2). A value the engine gave holds; nullopt when the lcm does
+// not fit.
 struct BlockSizes {
   std::optional<std::uint32_t> scheduler;
   std::uint32_t hash;

@@ -79,7 +79,8 @@ std::vector<Problem> Projection::check(const CacheConfig& config, const SpecRegi
   return problems.problems();
 }
 
-std::shared_ptr<const Projection> Projection::make(const CacheConfig& config, const SpecRegistry& registry) {
+std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
+                                                   const SpecRegistry& registry) {
   ProblemList problems;
   detail::check_config(config, registry, problems);
   problems.throw_if_any(ErrorCode::kInvalidConfig, "cache config");
@@ -92,30 +93,34 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config, co
   impl->parallel = config.parallel;
   for (const GroupConfig& group : config.groups) {
     const GroupId id{static_cast<std::uint32_t>(impl->groups.size())};
-    ResolvedGroup resolved{.id = id,
-                           .spec = group.spec,
-                           .traits = registry.traits_of(group.spec),
-                           .tokens_per_block = kvprism::tokens_per_block(group.spec, config.parallel, registry),
-                           .page_size_bytes = kvprism::page_size_bytes(group.spec),
-                           .layers = group.layers,
-                           .enable_kv_transfer = group.enable_kv_transfer,
-                           .is_eagle_group = group.is_eagle_group,
-                           .host_resident = group.host_resident,
-                           .role = group.role};
+    ResolvedGroup resolved{
+        .id = id,
+        .spec = group.spec,
+        .traits = registry.traits_of(group.spec),
+        .tokens_per_block = kvprism::tokens_per_block(group.spec, config.parallel, registry),
+        .page_size_bytes = kvprism::page_size_bytes(group.spec),
+        .layers = group.layers,
+        .enable_kv_transfer = group.enable_kv_transfer,
+        .is_eagle_group = group.is_eagle_group,
+        .host_resident = group.host_resident,
+        .role = group.role};
     auto* const attention = std::get_if<AttentionPayload>(&resolved.spec.payload);
     if (attention != nullptr && attention->total_num_kv_heads == 0) {
       // Wrong where ranks replicate heads, so it is said once (R34).
       attention->total_num_kv_heads = attention->num_kv_heads * config.parallel.tp;
       if (config.parallel.tp > 1) {
         log(LogLevel::kWarning, detail::group_path(raw(id)) + ".total_num_kv_heads is not given: " +
-                                    std::to_string(attention->total_num_kv_heads) + " = num_kv_heads x tp is taken");
+                                    std::to_string(attention->total_num_kv_heads) +
+                                    " = num_kv_heads x tp is taken");
       }
     }
     impl->why_not_stored.push_back(reason_not_stored(resolved));
     impl->replay_tokens = std::max(impl->replay_tokens, resolved.traits.replay_tokens.get());
-    impl->transfer_of.push_back(group.enable_kv_transfer ? std::optional(impl->transfer.push_back(id)) : std::nullopt);
-    impl->store_of.push_back(detail::stored(group, resolved.traits) ? std::optional(impl->store.push_back(id))
-                                                                    : std::nullopt);
+    impl->transfer_of.push_back(
+        group.enable_kv_transfer ? std::optional(impl->transfer.push_back(id)) : std::nullopt);
+    impl->store_of.push_back(detail::stored(group, resolved.traits)
+                                 ? std::optional(impl->store.push_back(id))
+                                 : std::nullopt);
     impl->groups.push_back(std::move(resolved));
   }
   const detail::BlockSizes sizes = detail::block_sizes(config, registry);
@@ -163,9 +168,13 @@ std::optional<TransferIndex> Projection::transfer_index(GroupId id) const noexce
   return impl_->transfer_of.contains(id) ? impl_->transfer_of[id] : std::nullopt;
 }
 
-std::string_view Projection::why_not_stored(GroupId id) const noexcept { return impl_->why_not_stored[id]; }
+std::string_view Projection::why_not_stored(GroupId id) const noexcept {
+  return impl_->why_not_stored[id];
+}
 
-std::uint32_t Projection::scheduler_block_size() const noexcept { return impl_->scheduler_block_size; }
+std::uint32_t Projection::scheduler_block_size() const noexcept {
+  return impl_->scheduler_block_size;
+}
 std::uint32_t Projection::hash_block_size() const noexcept { return impl_->hash_block_size; }
 std::uint32_t Projection::replay_tokens() const noexcept { return impl_->replay_tokens; }
 
@@ -178,7 +187,8 @@ std::uint32_t Projection::max_hit(std::uint32_t prompt_tokens) const noexcept {
 const Digest& Projection::digest() const noexcept { return impl_->digest; }
 const std::vector<DigestFact>& Projection::digest_facts() const noexcept { return impl_->facts; }
 
-std::string Projection::describe_mismatch(const std::vector<DigestFact>& ours, const std::vector<DigestFact>& theirs) {
+std::string Projection::describe_mismatch(const std::vector<DigestFact>& ours,
+                                          const std::vector<DigestFact>& theirs) {
   struct Row {
     const std::string* name;
     const std::string* ours;

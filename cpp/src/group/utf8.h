@@ -1,4 +1,5 @@
-// Where a byte string stops being UTF-8 (RFC 3629: no overlong forms, no surrogates, at most U+10FFFF).
+// Where a byte string stops being UTF-8 (RFC 3629: no overlong forms, no surrogates, at most
+// U+10FFFF).
 #pragma once
 
 #include <cstddef>

@@ -33,8 +33,8 @@ std::string escaped(std::string_view name) {
   if (name == "-") return "%2D";
   std::string text;
   for (const char c : name) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
-                       c == '_' || c == '-' || c == '@';
+    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+                       c == '.' || c == '_' || c == '-' || c == '@';
     if (plain) {
       text += c;
     } else {
@@ -71,7 +71,8 @@ void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<D
   add("block_size", std::to_string(group.spec.block_size));
   add("tokens_per_block", std::to_string(group.tokens_per_block));
   add("page_size_bytes", std::to_string(group.page_size_bytes));
-  add("sliding_window", group.spec.sliding_window ? std::to_string(*group.spec.sliding_window) : "none");
+  add("sliding_window",
+      group.spec.sliding_window ? std::to_string(*group.spec.sliding_window) : "none");
   add("is_eagle_group", group.is_eagle_group ? "true" : "false");
   if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
     add("dtype", std::string(to_string(attention->dtype)));
@@ -87,19 +88,20 @@ void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<D
 }
 
 std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& key) {
-  std::vector<DigestFact> facts{{"key_version", std::string(kSchemaVersion)},
-                                {"model", key.model},
-                                {"model_revision", key.model_revision},
-                                {"kv_quantization", key.kv_quantization},
-                                {"hash_algorithm", key.hash_algorithm},
-                                {"hash_block_size", std::to_string(projection.hash_block_size())},
-                                {"kv_layout", projection.kv_layout()},
-                                {"namespace", projection.key_namespace()},
-                                {"parallel.tp", std::to_string(projection.parallel().tp)},
-                                {"parallel.pp", std::to_string(projection.parallel().pp)},
-                                {"parallel.pcp", std::to_string(projection.parallel().pcp)},
-                                {"parallel.dcp", std::to_string(projection.parallel().dcp)},
-                                {"num_store_groups", std::to_string(projection.num_store_groups())}};
+  std::vector<DigestFact> facts{
+      {"key_version", std::string(kSchemaVersion)},
+      {"model", key.model},
+      {"model_revision", key.model_revision},
+      {"kv_quantization", key.kv_quantization},
+      {"hash_algorithm", key.hash_algorithm},
+      {"hash_block_size", std::to_string(projection.hash_block_size())},
+      {"kv_layout", projection.kv_layout()},
+      {"namespace", projection.key_namespace()},
+      {"parallel.tp", std::to_string(projection.parallel().tp)},
+      {"parallel.pp", std::to_string(projection.parallel().pp)},
+      {"parallel.pcp", std::to_string(projection.parallel().pcp)},
+      {"parallel.dcp", std::to_string(projection.parallel().dcp)},
+      {"num_store_groups", std::to_string(projection.num_store_groups())}};
   for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
     add_group_facts(projection.group(index), index, facts);
   }
@@ -112,11 +114,13 @@ void check(const Projection& projection, const KeyFacts& facts) {
     problems.add("groups", "none is storable", "at least one group to store");
   }
   if (facts.model.empty()) problems.add("model", "''", "the model's name or path");
-  if (facts.hash_algorithm.empty()) problems.add("hash_algorithm", "''", "the name of the engine's block hash");
-  const std::pair<std::string_view, const std::string*> texts[] = {{"model", &facts.model},
-                                                                   {"model_revision", &facts.model_revision},
-                                                                   {"kv_quantization", &facts.kv_quantization},
-                                                                   {"hash_algorithm", &facts.hash_algorithm}};
+  if (facts.hash_algorithm.empty())
+    problems.add("hash_algorithm", "''", "the name of the engine's block hash");
+  const std::pair<std::string_view, const std::string*> texts[] = {
+      {"model", &facts.model},
+      {"model_revision", &facts.model_revision},
+      {"kv_quantization", &facts.kv_quantization},
+      {"hash_algorithm", &facts.hash_algorithm}};
   for (const auto& [name, text] : texts) {
     if (const auto at = detail::invalid_utf8(*text)) {
       problems.add(std::string(name), "byte " + std::to_string(*at), "UTF-8 text");
@@ -136,11 +140,13 @@ std::string position_text(const RankPosition& at) {
 
 [[noreturn, gnu::cold]] void refuse_hash(std::size_t bytes) {
   fail(ErrorCode::kInvalidArgument, "key",
-       {"hash", std::to_string(bytes) + " bytes", "16 to 64 bytes", "shorter hashes of different prefixes collide"});
+       {"hash", std::to_string(bytes) + " bytes", "16 to 64 bytes",
+        "shorter hashes of different prefixes collide"});
 }
 
 [[noreturn, gnu::cold]] void refuse_shard(const RankPosition& shard) {
-  fail(ErrorCode::kInvalidArgument, "key", {"shard", position_text(shard), "the position of a rank", {}});
+  fail(ErrorCode::kInvalidArgument, "key",
+       {"shard", position_text(shard), "the position of a rank", {}});
 }
 
 }  // namespace
@@ -149,7 +155,8 @@ RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept {
   assert(raw(rank) < parallel.world());
   const std::uint32_t tp = raw(rank) % parallel.tp;
   const std::uint32_t above = raw(rank) / parallel.tp;
-  return {.tp = tp, .pp = above / parallel.pcp, .pcp = above % parallel.pcp, .dcp = tp % parallel.dcp};
+  return {
+      .tp = tp, .pp = above / parallel.pcp, .pcp = above % parallel.pcp, .dcp = tp % parallel.dcp};
 }
 
 std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projection> projection,
@@ -163,7 +170,8 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   for (std::uint32_t rank = 0; rank < world; ++rank) {
     impl->shards.push_back(rank_position(Rank{rank}, impl->parallel));
   }
-  const std::string start = "kvp1/" + escaped(projection->key_namespace()) + "/" + impl->fingerprint + "/";
+  const std::string start =
+      "kvp1/" + escaped(projection->key_namespace()) + "/" + impl->fingerprint + "/";
   for (std::size_t group = 0; group < projection->num_store_groups(); ++group) {
     for (const RankPosition& shard : impl->shards) {
       impl->prefixes.push_back(start + position_text(shard) + "/" + std::to_string(group) + "/");
@@ -182,7 +190,9 @@ const std::string& KeySchema::fingerprint() const noexcept { return impl_->finge
 const std::vector<DigestFact>& KeySchema::facts() const noexcept { return impl_->facts; }
 
 std::span<const RankPosition> KeySchema::shards(StoreIndex) const noexcept { return impl_->shards; }
-RankPosition KeySchema::shard_of(StoreIndex, const RankPosition& rank) const noexcept { return rank; }
+RankPosition KeySchema::shard_of(StoreIndex, const RankPosition& rank) const noexcept {
+  return rank;
+}
 
 void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                            std::span<const std::uint8_t> hash) const {

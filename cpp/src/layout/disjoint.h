@@ -25,8 +25,8 @@ struct Overlap {
   std::uint32_t block_b;
 };
 
-// The first overlap in address order, if there is one. Rows that coincide, as groups do that overlay one pool, cost
-// nothing; other rows that share bytes are swept page by page.
+// The first overlap in address order, if there is one. Rows that coincide, as groups do that
+// overlay one pool, cost nothing; other rows that share bytes are swept page by page.
 std::optional<Overlap> find_overlap(const std::vector<PageRow>& rows, std::uint32_t num_blocks);
 
 }  // namespace kvprism::detail

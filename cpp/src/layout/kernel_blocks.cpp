@@ -18,15 +18,17 @@ BlockRatio BlockRatio::make(std::uint32_t tokens_per_block, const KernelBlocks& 
   const std::uint64_t tokens = std::uint64_t{kernel.states_per_block} * kernel.tokens_per_state;
   if (tokens_per_block % tokens != 0) {
     fail(ErrorCode::kInvalidConfig, "kernel blocks",
-         {"tokens_per_block", std::to_string(tokens_per_block),
-          "a multiple of the kernel block's " + std::to_string(tokens) + " tokens", {}});
+         {"tokens_per_block",
+          std::to_string(tokens_per_block),
+          "a multiple of the kernel block's " + std::to_string(tokens) + " tokens",
+          {}});
   }
   const std::uint64_t ratio = tokens_per_block / tokens;
   if (kernel.count % ratio != 0) {
     fail(ErrorCode::kInvalidConfig, "kernel blocks",
          {"count", std::to_string(kernel.count),
-          "a multiple of " + std::to_string(ratio) + " kernel blocks per block, " + std::to_string(tokens_per_block) +
-              " / " + std::to_string(tokens) + " tokens",
+          "a multiple of " + std::to_string(ratio) + " kernel blocks per block, " +
+              std::to_string(tokens_per_block) + " / " + std::to_string(tokens) + " tokens",
           "check states_per_block and tokens_per_state"});
   }
   return BlockRatio(static_cast<std::uint32_t>(ratio), kernel.count / ratio);

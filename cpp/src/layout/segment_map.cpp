@@ -41,7 +41,8 @@ struct LayerPlace {
 std::string tensor_path(std::size_t at) { return "tensors[" + std::to_string(at) + "]"; }
 
 std::string bytes_text(std::uint64_t bytes) {
-  return bytes == detail::kSaturated ? std::string("more than 2^64 bytes") : std::to_string(bytes) + " bytes";
+  return bytes == detail::kSaturated ? std::string("more than 2^64 bytes")
+                                     : std::to_string(bytes) + " bytes";
 }
 
 std::uint64_t address(const std::byte* at) { return reinterpret_cast<std::uintptr_t>(at); }
@@ -55,7 +56,8 @@ class Builder {
     check_tensors();
     find_regions();
     find_layers();
-    for (const GroupId id : indices<GroupId>(projection_.num_groups())) place(projection_.group(id));
+    for (const GroupId id : indices<GroupId>(projection_.num_groups()))
+      place(projection_.group(id));
     problems_.throw_if_any(ErrorCode::kInvalidConfig, "cache tensors");
     check_disjoint();
     problems_.throw_if_any(ErrorCode::kInvalidConfig, "cache tensors");
@@ -68,14 +70,18 @@ class Builder {
   void check_tensors() {
     for (std::size_t t = 0; t < tensors_.size(); ++t) {
       const CacheTensor& tensor = tensors_[t];
-      if (tensor.base == nullptr) problems_.add(tensor_path(t) + ".base", "null", "the address of an allocation");
+      if (tensor.base == nullptr)
+        problems_.add(tensor_path(t) + ".base", "null", "the address of an allocation");
       if (tensor.bytes == 0) problems_.add(tensor_path(t) + ".bytes", "0", "a positive integer");
       if (tensor.bytes > detail::kSaturated - address(tensor.base)) {
-        problems_.add(tensor_path(t) + ".bytes", std::to_string(tensor.bytes), "an end within the address space");
+        problems_.add(tensor_path(t) + ".bytes", std::to_string(tensor.bytes),
+                      "an end within the address space");
       }
-      if (tensor.layers.empty()) problems_.add(tensor_path(t) + ".layers", "[]", "at least one layer name");
+      if (tensor.layers.empty())
+        problems_.add(tensor_path(t) + ".layers", "[]", "at least one layer name");
       if (tensor.device < -1) {
-        problems_.add(tensor_path(t) + ".device", std::to_string(tensor.device), "-1 for host memory, or an ordinal");
+        problems_.add(tensor_path(t) + ".device", std::to_string(tensor.device),
+                      "-1 for host memory, or an ordinal");
       }
     }
   }
@@ -90,13 +96,16 @@ class Builder {
       std::optional<std::size_t> same;
       for (std::size_t r = 0; r < regions.size(); ++r) {
         const Region& region = regions[r];
-        if (region.base == tensor.base && region.length == tensor.bytes && region.device == tensor.device) {
+        if (region.base == tensor.base && region.length == tensor.bytes &&
+            region.device == tensor.device) {
           same = r;
         } else if (begin < address(region.base) + region.length && address(region.base) < end) {
-          problems_.add(tensor_path(t) + ".base", bytes_text(tensor.bytes) + " on device " + std::to_string(tensor.device),
-                        "the whole of one allocation, as " + tensor_path(first_tensor_of_[r]) + " has it: " +
-                            bytes_text(region.length) + " on device " + std::to_string(region.device),
-                        "give views of one allocation the same base and bytes, and place them with offset");
+          problems_.add(
+              tensor_path(t) + ".base",
+              bytes_text(tensor.bytes) + " on device " + std::to_string(tensor.device),
+              "the whole of one allocation, as " + tensor_path(first_tensor_of_[r]) + " has it: " +
+                  bytes_text(region.length) + " on device " + std::to_string(region.device),
+              "give views of one allocation the same base and bytes, and place them with offset");
         }
       }
       if (!same) {
@@ -111,7 +120,8 @@ class Builder {
   void find_layers() {
     std::map<std::string_view, std::string> known;
     for (const GroupId id : indices<GroupId>(projection_.num_groups())) {
-      for (const std::string& layer : projection_.group(id).layers) known.emplace(layer, std::string());
+      for (const std::string& layer : projection_.group(id).layers)
+        known.emplace(layer, std::string());
     }
     for (std::size_t t = 0; t < tensors_.size(); ++t) {
       for (std::size_t l = 0; l < tensors_[t].layers.size(); ++l) {
@@ -129,7 +139,8 @@ class Builder {
     }
   }
 
-  static std::string nearest(const std::string& layer, const std::map<std::string_view, std::string>& known) {
+  static std::string nearest(const std::string& layer,
+                             const std::map<std::string_view, std::string>& known) {
     std::vector<std::string_view> names;
     for (const auto& entry : known) names.push_back(entry.first);
     return suggest(layer, names);
@@ -142,8 +153,9 @@ class Builder {
       const auto found = places_.find(group.layers[l]);
       if (found == places_.end()) {
         if (!group.enable_kv_transfer) continue;  // never moved, so its place does not matter
-        problems_.add("groups[" + std::to_string(raw(group.id)) + "].layers[" + std::to_string(l) + "]",
-                      group.layers[l], "a layer of a tensor");
+        problems_.add(
+            "groups[" + std::to_string(raw(group.id)) + "].layers[" + std::to_string(l) + "]",
+            group.layers[l], "a layer of a tensor");
         continue;
       }
       positions[found->second.tensor].push_back(found->second.position);
@@ -158,17 +170,21 @@ class Builder {
     const std::uint64_t page = group.page_size_bytes;
     const std::string path = tensor_path(at.tensor);
     if (tensor.block_stride < page) {
-      problems_.add(path + ".block_stride", std::to_string(tensor.block_stride),
-                    "at least the page of layer " + tensor.layers[at.position] + ", " + bytes_text(page));
+      problems_.add(
+          path + ".block_stride", std::to_string(tensor.block_stride),
+          "at least the page of layer " + tensor.layers[at.position] + ", " + bytes_text(page));
       return;
     }
-    const std::uint64_t begin = saturating_add(tensor.offset, saturating_mul(at.position, tensor.layer_stride));
+    const std::uint64_t begin =
+        saturating_add(tensor.offset, saturating_mul(at.position, tensor.layer_stride));
     const std::uint64_t end = saturating_add(
-        saturating_add(begin, saturating_mul(projection_.num_blocks() - 1, tensor.block_stride)), page);
+        saturating_add(begin, saturating_mul(projection_.num_blocks() - 1, tensor.block_stride)),
+        page);
     if (end > tensor.bytes) {
       problems_.add(path + ".bytes", std::to_string(tensor.bytes),
-                    "at least " + bytes_text(end) + ", where block " + std::to_string(projection_.num_blocks() - 1) +
-                        " of layer " + tensor.layers[at.position] + " ends");
+                    "at least " + bytes_text(end) + ", where block " +
+                        std::to_string(projection_.num_blocks() - 1) + " of layer " +
+                        tensor.layers[at.position] + " ends");
       return;
     }
     rows_.push_back({address(tensor.base) + begin, tensor.block_stride, page, group.id});
@@ -190,11 +206,12 @@ class Builder {
   void check_layout(const ResolvedGroup& group, std::size_t at, std::size_t layers) {
     const CacheTensor& tensor = tensors_[at];
     if (layers < 2 || tensor.block_stride < group.page_size_bytes) return;
-    const std::uint64_t span = saturating_add(saturating_mul(projection_.num_blocks() - 1, tensor.block_stride),
-                                              group.page_size_bytes);
+    const std::uint64_t span = saturating_add(
+        saturating_mul(projection_.num_blocks() - 1, tensor.block_stride), group.page_size_bytes);
     if (tensor.layer_stride >= span) return;
     problems_.add(tensor_path(at) + ".layer_stride", std::to_string(tensor.layer_stride),
-                  "at least " + bytes_text(span) + ", all blocks of one layer, in layout " + std::string(kSupportedLayout),
+                  "at least " + bytes_text(span) + ", all blocks of one layer, in layout " +
+                      std::string(kSupportedLayout),
                   "the strides show another layout than kv_layout names");
   }
 
@@ -205,8 +222,11 @@ class Builder {
       return "block " + std::to_string(block) + " of layer " + row_names_[row] + " (group " +
              std::to_string(raw(rows_[row].group)) + ")";
     };
-    problems_.add("tensors", name(overlap->row_a, overlap->block_a) + " and " + name(overlap->row_b, overlap->block_b),
-                  "blocks that share no byte", "only blocks of one id and different groups may overlay each other");
+    problems_.add(
+        "tensors",
+        name(overlap->row_a, overlap->block_a) + " and " + name(overlap->row_b, overlap->block_b),
+        "blocks that share no byte",
+        "only blocks of one id and different groups may overlay each other");
   }
 
   const Projection& projection_;
@@ -230,14 +250,16 @@ struct SegmentMap::Impl {
 
 namespace {
 
-Digest fingerprint_of(const Projection& projection, const IndexedVector<GroupId, Placement>& placements) {
+Digest fingerprint_of(const Projection& projection,
+                      const IndexedVector<GroupId, Placement>& placements) {
   std::vector<DigestFact> facts{{"layout_version", "1"}, {"kv_layout", projection.kv_layout()}};
   for (const TransferIndex index : indices<TransferIndex>(projection.num_transfer_groups())) {
     const ResolvedGroup& group = projection.group(index);
     const std::string path = "groups[" + std::to_string(raw(group.id)) + "].";
     facts.push_back({path + "kind", group.spec.kind});
     facts.push_back({path + "page_size_bytes", std::to_string(group.page_size_bytes)});
-    facts.push_back({path + "segments_per_block", std::to_string(placements[group.id].pieces.size())});
+    facts.push_back(
+        {path + "segments_per_block", std::to_string(placements[group.id].pieces.size())});
     for (const std::string& layer : group.layers) facts.push_back({path + "layer", layer});
   }
   return detail::hash128(detail::canonical_text(facts));
@@ -249,7 +271,8 @@ std::shared_ptr<const SegmentMap> SegmentMap::make(std::shared_ptr<const Project
                                                    std::vector<CacheTensor> tensors) {
   if (projection->kv_layout() != kSupportedLayout) {
     fail(ErrorCode::kUnsupported, "cache tensors",
-         {"kv_layout", projection->kv_layout(), "a supported layout: " + std::string(kSupportedLayout),
+         {"kv_layout", projection->kv_layout(),
+          "a supported layout: " + std::string(kSupportedLayout),
           "this version does not support others"});
   }
   Builder builder(*projection, tensors);
@@ -271,14 +294,17 @@ bool SegmentMap::is_block(BlockId block) const noexcept {
   return raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < impl_->projection->num_blocks();
 }
 
-std::uint64_t SegmentMap::object_bytes(GroupId group) const noexcept { return impl_->placements[group].bytes; }
+std::uint64_t SegmentMap::object_bytes(GroupId group) const noexcept {
+  return impl_->placements[group].bytes;
+}
 
 std::uint64_t SegmentMap::object_bytes(StoreIndex group) const noexcept {
   return object_bytes(impl_->projection->group_id(group));
 }
 
 std::uint32_t SegmentMap::segments_per_block(StoreIndex group) const noexcept {
-  return static_cast<std::uint32_t>(impl_->placements[impl_->projection->group_id(group)].pieces.size());
+  return static_cast<std::uint32_t>(
+      impl_->placements[impl_->projection->group_id(group)].pieces.size());
 }
 
 void SegmentMap::append_segments(StoreIndex group, BlockId block, std::vector<Segment>& out) const {
@@ -288,11 +314,13 @@ void SegmentMap::append_segments(StoreIndex group, BlockId block, std::vector<Se
 void SegmentMap::append_segments(GroupId group, BlockId block, std::vector<Segment>& out) const {
   assert(is_block(block));
   for (const Piece& piece : impl_->placements[group].pieces) {
-    out.push_back({piece.first + static_cast<std::uint64_t>(raw(block)) * piece.stride, piece.length});
+    out.push_back(
+        {piece.first + static_cast<std::uint64_t>(raw(block)) * piece.stride, piece.length});
   }
 }
 
-void SegmentMap::append_blocks(GroupId group, std::span<const BlockId> blocks, std::vector<Segment>& out) const {
+void SegmentMap::append_blocks(GroupId group, std::span<const BlockId> blocks,
+                               std::vector<Segment>& out) const {
   for (const Piece& piece : impl_->placements[group].pieces) {
     const std::size_t start = out.size();
     for (const BlockId block : blocks) {

@@ -33,12 +33,14 @@ constexpr std::array<DTypeRow, 9> kDTypes{{
     {DType::kUInt8, "uint8", 1},
 }};
 
-static_assert([] {
-  for (std::size_t i = 0; i < kDTypes.size(); ++i) {
-    if (static_cast<std::size_t>(kDTypes[i].dtype) != i) return false;
-  }
-  return true;
-}(), "rows stand in the order of the enum");
+static_assert(
+    [] {
+      for (std::size_t i = 0; i < kDTypes.size(); ++i) {
+        if (static_cast<std::size_t>(kDTypes[i].dtype) != i) return false;
+      }
+      return true;
+    }(),
+    "rows stand in the order of the enum");
 
 const DTypeRow* row_of(DType dtype) noexcept {
   const auto at = static_cast<std::size_t>(dtype);
@@ -46,8 +48,8 @@ const DTypeRow* row_of(DType dtype) noexcept {
 }
 
 std::uint64_t attention_bytes(const AttentionPayload& payload, std::uint32_t positions) {
-  const std::uint64_t content =
-      saturating_mul(std::uint64_t{payload.head_size} + payload.head_size_v, size_of(payload.dtype));
+  const std::uint64_t content = saturating_mul(
+      std::uint64_t{payload.head_size} + payload.head_size_v, size_of(payload.dtype));
   return saturating_mul(saturating_mul(payload.num_kv_heads, positions), content);
 }
 
@@ -110,8 +112,10 @@ std::uint32_t tokens_per_block(const CacheSpec& spec, const ParallelSizes& paral
   if (kind.dcp_sharded) tokens = saturating_mul(tokens, parallel.dcp);
   if (tokens > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
     fail(ErrorCode::kInvalidConfig, "tokens per block",
-         {"block_size", std::to_string(spec.block_size),
-          "a product with compression and dcp of at most 2147483647 tokens", {}});
+         {"block_size",
+          std::to_string(spec.block_size),
+          "a product with compression and dcp of at most 2147483647 tokens",
+          {}});
   }
   return static_cast<std::uint32_t>(tokens);
 }

@@ -34,7 +34,8 @@ SpecTraits sliding_window_traits(const CacheSpec& spec) {
           .fine_grained_lookup = false};
 }
 
-// Cacheable in every mode; that a store needs "align" is a rule of the store (store/validate_store.h).
+// Cacheable in every mode; that a store needs "align" is a rule of the store
+// (store/validate_store.h).
 SpecTraits mamba_traits(const CacheSpec&) {
   return {.prefix_cacheable = true,
           .hit = HitRule::kLastState,
@@ -45,7 +46,8 @@ SpecTraits mamba_traits(const CacheSpec&) {
           .fine_grained_lookup = true};
 }
 
-// Scratch of one request: it travels to a decode instance whole and never enters a store (R01, R14).
+// Scratch of one request: it travels to a decode instance whole and never enters a store (R01,
+// R14).
 SpecTraits circular_buffer_traits(const CacheSpec& spec) {
   return {.prefix_cacheable = false,
           .hit = HitRule::kNever,
@@ -68,11 +70,14 @@ std::string_view payload_word(PayloadKind payload) {
   return "unknown";
 }
 
-PayloadKind payload_of(const CacheSpec& spec) { return static_cast<PayloadKind>(spec.payload.index()); }
+PayloadKind payload_of(const CacheSpec& spec) {
+  return static_cast<PayloadKind>(spec.payload.index());
+}
 
-static_assert(std::is_same_v<std::variant_alternative_t<static_cast<std::size_t>(PayloadKind::kState),
-                                                        decltype(CacheSpec::payload)>,
-                             StatePayload>);
+static_assert(
+    std::is_same_v<std::variant_alternative_t<static_cast<std::size_t>(PayloadKind::kState),
+                                              decltype(CacheSpec::payload)>,
+                   StatePayload>);
 
 // Larger pages than this are a slip of the pen, and would overflow sums over layers and blocks.
 constexpr std::uint64_t kMaxPageBytes = std::uint64_t{1} << 40;
@@ -113,12 +118,14 @@ class Checker {
   void window(const SpecKind& kind) {
     if (kind.needs_sliding_window) {
       if (!spec_.sliding_window) {
-        add("sliding_window", {}, "a positive integer of tokens", "kind '" + spec_.kind + "' needs it");
+        add("sliding_window", {}, "a positive integer of tokens",
+            "kind '" + spec_.kind + "' needs it");
       } else {
         positive("sliding_window", *spec_.sliding_window);
       }
     } else if (spec_.sliding_window) {
-      add("sliding_window", std::to_string(*spec_.sliding_window), "no window for kind '" + spec_.kind + "'",
+      add("sliding_window", std::to_string(*spec_.sliding_window),
+          "no window for kind '" + spec_.kind + "'",
           "leave it out, or choose a kind with a window");
     }
   }
@@ -127,7 +134,8 @@ class Checker {
     positive("num_kv_heads", attention.num_kv_heads);
     positive("head_size", attention.head_size);
     positive("compression", attention.compression);
-    if (attention.total_num_kv_heads != 0 && attention.total_num_kv_heads < attention.num_kv_heads) {
+    if (attention.total_num_kv_heads != 0 &&
+        attention.total_num_kv_heads < attention.num_kv_heads) {
       add("total_num_kv_heads", std::to_string(attention.total_num_kv_heads),
           "at least num_kv_heads, " + std::to_string(attention.num_kv_heads));
     }
@@ -150,15 +158,19 @@ class Checker {
     for (const std::string_view mode : kModes) {
       if (state.cache_mode == mode) return;
     }
-    add("mamba_cache_mode", state.cache_mode, "one of none, align, all", suggest(state.cache_mode, kModes));
+    add("mamba_cache_mode", state.cache_mode, "one of none, align, all",
+        suggest(state.cache_mode, kModes));
   }
 
-  void payload(const RawPayload& raw_bytes) { positive("page_size_bytes", raw_bytes.page_size_bytes); }
+  void payload(const RawPayload& raw_bytes) {
+    positive("page_size_bytes", raw_bytes.page_size_bytes);
+  }
 
   void page() {
     const std::uint64_t unpadded = unpadded_page_bytes(spec_);
     if (unpadded > kMaxPageBytes) {
-      add("page_size_bytes", unpadded == detail::kSaturated ? "more than 2^64" : std::to_string(unpadded),
+      add("page_size_bytes",
+          unpadded == detail::kSaturated ? "more than 2^64" : std::to_string(unpadded),
           "at most 2^40 bytes for one block of one layer");
     } else if (spec_.page_size_padded && *spec_.page_size_padded < unpadded) {
       add("page_size_padded", std::to_string(*spec_.page_size_padded),
@@ -171,16 +183,20 @@ class Checker {
   void traits(const SpecKind& kind) {
     const SpecTraits traits = kind.traits(spec_);
     if (spec_.replay_tokens && traits.replay_tokens.get() != *spec_.replay_tokens) {
-      add("replay_tokens", std::to_string(*spec_.replay_tokens), "no rebuild distance for kind '" + spec_.kind + "'",
+      add("replay_tokens", std::to_string(*spec_.replay_tokens),
+          "no rebuild distance for kind '" + spec_.kind + "'",
           "leave it out: only kinds of scratch that is recomputed after a hit take one");
     }
     // A kind that may be stored and never hits would store for ever without any effect (R04).
     const bool hits = traits.hit != HitRule::kNever;
     const bool saves = traits.save != SaveRule::kNever;
     if (traits.prefix_cacheable.get() != hits || traits.prefix_cacheable.get() != saves) {
-      add("kind", spec_.kind, "traits that agree: prefix_cacheable exactly when neither the hit nor the save rule is never",
-          std::string("prefix_cacheable ") + (traits.prefix_cacheable ? "true" : "false") + ", hit " +
-              std::string(to_string(traits.hit)) + ", save " + std::string(to_string(traits.save)));
+      add("kind", spec_.kind,
+          "traits that agree: prefix_cacheable exactly when neither the hit nor the save rule is "
+          "never",
+          std::string("prefix_cacheable ") + (traits.prefix_cacheable ? "true" : "false") +
+              ", hit " + std::string(to_string(traits.hit)) + ", save " +
+              std::string(to_string(traits.save)));
     }
     const bool windowed = traits.hit == HitRule::kWindow || traits.hit == HitRule::kChunk;
     if (windowed && traits.window == 0U && !kind.needs_sliding_window) {
@@ -206,7 +222,8 @@ std::string join(const std::vector<std::string_view>& words) {
 
 Problem unknown_kind(const SpecRegistry& registry, std::string_view kind, std::string path) {
   const std::vector<std::string_view> names = registry.names();
-  return {std::move(path), std::string(kind), "one of the known kinds: " + join(names), suggest(kind, names)};
+  return {std::move(path), std::string(kind), "one of the known kinds: " + join(names),
+          suggest(kind, names)};
 }
 
 }  // namespace
@@ -215,10 +232,13 @@ SpecRegistry::SpecRegistry(std::shared_ptr<const Table> table) : table_(std::mov
 
 SpecRegistry SpecRegistry::builtin() {
   auto table = std::make_shared<Table>();
-  table->kinds.push_back({"full_attention", PayloadKind::kAttention, false, true, full_attention_traits});
-  table->kinds.push_back({"sliding_window", PayloadKind::kAttention, true, true, sliding_window_traits});
+  table->kinds.push_back(
+      {"full_attention", PayloadKind::kAttention, false, true, full_attention_traits});
+  table->kinds.push_back(
+      {"sliding_window", PayloadKind::kAttention, true, true, sliding_window_traits});
   table->kinds.push_back({"mamba", PayloadKind::kState, false, false, mamba_traits});
-  table->kinds.push_back({"circular_buffer", PayloadKind::kAttention, false, false, circular_buffer_traits});
+  table->kinds.push_back(
+      {"circular_buffer", PayloadKind::kAttention, false, false, circular_buffer_traits});
   return SpecRegistry(std::move(table));
 }
 
@@ -256,15 +276,19 @@ std::vector<std::string_view> SpecRegistry::names() const {
   return names;
 }
 
-void SpecRegistry::check(const CacheSpec& spec, std::string_view path, ProblemList& problems) const {
+void SpecRegistry::check(const CacheSpec& spec, std::string_view path,
+                         ProblemList& problems) const {
   const SpecKind* const kind = find(spec.kind);
   if (kind == nullptr) {
-    problems.append({unknown_kind(*this, spec.kind, path.empty() ? "kind" : std::string(path) + ".kind")});
+    problems.append(
+        {unknown_kind(*this, spec.kind, path.empty() ? "kind" : std::string(path) + ".kind")});
     return;
   }
   Checker(spec, path, problems).check(*kind);
 }
 
-SpecTraits SpecRegistry::traits_of(const CacheSpec& spec) const { return at(spec.kind).traits(spec); }
+SpecTraits SpecRegistry::traits_of(const CacheSpec& spec) const {
+  return at(spec.kind).traits(spec);
+}
 
 }  // namespace kvprism

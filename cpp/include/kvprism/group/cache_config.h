@@ -27,10 +27,11 @@ struct GroupConfig {
 
 // Ownership: value. Threads: value.
 struct CacheConfig {
-  std::uint32_t num_blocks = 0;      // of the pool, with the null block
-  std::string kv_layout = "LBHNC";   // physical order of layer, block, head, token, content
+  std::uint32_t num_blocks = 0;     // of the pool, with the null block
+  std::string kv_layout = "LBHNC";  // physical order of layer, block, head, token, content
   ParallelSizes parallel;
-  std::optional<std::uint32_t> scheduler_block_size;  // the engine's own value holds when given (decision 2)
+  // The engine's own values in tokens hold when given (decision 2).
+  std::optional<std::uint32_t> scheduler_block_size;
   std::optional<std::uint32_t> hash_block_size;
   std::string key_schema = "kvprism";  // part of the digest; see key/key_schema.h
   std::string key_namespace;           // tenant; part of the digest and of every key
@@ -39,12 +40,15 @@ struct CacheConfig {
   bool operator==(const CacheConfig&) const = default;
 };
 
-// Reads the JSON form (docs/configuration.md: "namespace" is key_namespace). Throws Error with all problems: unknown keys with a suggestion, wrong
-// types, sizes of 0 or less, unknown kinds, duplicate layers.
+// Reads the JSON form (docs/configuration.md: "namespace" is key_namespace). Throws Error with all
+// problems: unknown keys with a suggestion, wrong types, sizes of 0 or less, unknown kinds,
+// duplicate layers.
 KVPRISM_API CacheConfig cache_config_from_json(std::string_view json, const SpecRegistry& registry);
 
-// Reads a file; a missing file, a directory and text that is not JSON are errors that name the path.
-KVPRISM_API CacheConfig cache_config_from_file(const std::string& path, const SpecRegistry& registry);
+// Reads a file; a missing file, a directory and text that is not JSON are errors that name the
+// path.
+KVPRISM_API CacheConfig cache_config_from_file(const std::string& path,
+                                               const SpecRegistry& registry);
 
 KVPRISM_API std::string to_json(const CacheConfig& config);
 

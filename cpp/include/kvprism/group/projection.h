@@ -1,4 +1,5 @@
-// The one object that splits the groups: all >= transfer >= store, each order-preserving (decision 2, R01, R32).
+// The one object that splits the groups: all >= transfer >= store, each order-preserving
+// (decision 2, R01, R32).
 #pragma once
 
 #include <array>
@@ -16,7 +17,8 @@
 
 namespace kvprism {
 
-// Facts that every rank sees alike enter it; layers, heads, bytes and addresses do not (pipeline stages differ).
+// Facts that every rank sees alike enter it; layers, heads, bytes and addresses do not (pipeline
+// stages differ).
 struct Digest {
   std::array<std::uint8_t, 16> bytes{};
   bool operator==(const Digest&) const = default;
@@ -28,8 +30,8 @@ struct ResolvedGroup {
   GroupId id;
   CacheSpec spec;
   SpecTraits traits;
-  std::uint32_t tokens_per_block;   // with compression and DCP (R26)
-  std::uint64_t page_size_bytes;    // of one layer's block on this rank
+  std::uint32_t tokens_per_block;  // with compression and DCP (R26)
+  std::uint64_t page_size_bytes;   // of one layer's block on this rank
   std::vector<std::string> layers;
   bool enable_kv_transfer;
   bool is_eagle_group;
@@ -37,7 +39,8 @@ struct ResolvedGroup {
   std::string role;
 };
 
-// One row of the table that a digest covers, for error messages: "groups[1].kind", "circular_buffer".
+// One row of the table that a digest covers, for error messages: "groups[1].kind",
+// "circular_buffer".
 struct DigestFact {
   std::string name;
   std::string value;
@@ -48,9 +51,11 @@ struct DigestFact {
 class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
  public:
   // Throws Error (kInvalidConfig) with all problems.
-  static std::shared_ptr<const Projection> make(const CacheConfig& config, const SpecRegistry& registry);
+  static std::shared_ptr<const Projection> make(const CacheConfig& config,
+                                                const SpecRegistry& registry);
 
-  // What is wrong with `config`, without throwing. What only forbids a store is told by store/validate_store.h.
+  // What is wrong with `config`, without throwing. What only forbids a store is told by
+  // store/validate_store.h.
   static std::vector<Problem> check(const CacheConfig& config, const SpecRegistry& registry);
 
   ~Projection();
@@ -70,8 +75,8 @@ class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
   const ResolvedGroup& group(StoreIndex index) const noexcept { return group(group_id(index)); }
   const ResolvedGroup& group(TransferIndex index) const noexcept { return group(group_id(index)); }
 
-  // Both directions of both projections; nullopt when the group is not in it: skip it, never shift. An index given to
-  // group() and group_id() must be below the count of its space.
+  // Both directions of both projections; nullopt when the group is not in it: skip it, never shift.
+  // An index given to group() and group_id() must be below the count of its space.
   GroupId group_id(StoreIndex index) const noexcept;
   GroupId group_id(TransferIndex index) const noexcept;
   std::optional<StoreIndex> store_index(GroupId id) const noexcept;
@@ -80,19 +85,23 @@ class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
   // Why a group is not storable, one phrase; empty when it is.
   std::string_view why_not_stored(GroupId id) const noexcept;
 
-  // S: granularity of hits and saves in tokens; the engine's own value when it gave one, else the lcm over store groups.
+  // S: granularity of hits and saves in tokens; the engine's own value when it gave one, else the
+  // lcm over store groups.
   std::uint32_t scheduler_block_size() const noexcept;
   // h: tokens per hash; every store group's tokens per block is a multiple.
   std::uint32_t hash_block_size() const noexcept;
-  // Tokens that must stay to be computed after a hit: the largest replay distance of any group, at least 1 (R13, R14).
+  // Tokens that must stay to be computed after a hit: the largest replay distance of any group, at
+  // least 1 (R13, R14).
   std::uint32_t replay_tokens() const noexcept;
-  // The longest hit a prompt of `tokens` may have: aligned down, leaving replay_tokens() to compute.
+  // The longest hit a prompt of `tokens` may have: aligned down, leaving replay_tokens() to
+  // compute.
   std::uint32_t max_hit(std::uint32_t prompt_tokens) const noexcept;
 
   const Digest& digest() const noexcept;
   const std::vector<DigestFact>& digest_facts() const noexcept;
   // A table of both sides with the differing rows marked by "->", for refusals.
-  static std::string describe_mismatch(const std::vector<DigestFact>& ours, const std::vector<DigestFact>& theirs);
+  static std::string describe_mismatch(const std::vector<DigestFact>& ours,
+                                       const std::vector<DigestFact>& theirs);
 
  private:
   struct Impl;

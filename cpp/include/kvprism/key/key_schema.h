@@ -15,8 +15,9 @@
 
 namespace kvprism {
 
-// Block hashes of a request at granularity h: hash i stands for tokens [0, (i+1)*h). Opaque bytes of the engine.
-// Ownership: a view. All hashes have the same width of 16 to 64 bytes (R39).
+// Block hashes of a request at granularity h: hash i stands for tokens [0, (i+1)*h). Opaque bytes
+// of the engine. All hashes have the same width of 16 to 64 bytes (R39).
+// Ownership: a view.
 struct HashList {
   const std::uint8_t* data = nullptr;
   std::uint32_t count = 0;
@@ -33,7 +34,7 @@ struct KeyFacts {
   std::string model_revision;   // weights version; may be empty
   std::string kv_quantization;  // e.g. "none", "fp8_per_tensor"
   std::string hash_algorithm;   // e.g. "sha256_cbor"; not empty
-  bool hash_is_stable = true;   // false when two processes would hash alike tokens differently: refused (R38)
+  bool hash_is_stable = true;   // false when processes hash alike tokens differently: refused (R38)
 
   bool operator==(const KeyFacts&) const = default;
 };
@@ -48,37 +49,45 @@ struct RankPosition {
   bool operator==(const RankPosition&) const = default;
 };
 
-// Position of a rank: tensor ranks next to each other, then prefill context, then pipeline (the order of vLLM's process
-// groups); decode context reuses the tensor ranks, dcp = tp mod dcp size. `rank` must be below parallel.world().
+// Position of a rank: tensor ranks next to each other, then prefill context, then pipeline (the
+// order of vLLM's process groups); decode context reuses the tensor ranks, dcp = tp mod dcp size.
+// `rank` must be below parallel.world().
 KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept;
 
-// Schema `kvprism`:  kvp1/<namespace>/<fingerprint, 32 hex>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash, hex>
-// In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte is %XX, so that it is
-// one path component and no two namespaces spell alike; empty is "-", and "-" itself is "%2D".
+// Schema `kvprism`:
+//
+//   kvp1/<namespace>/<fingerprint, 32 hex>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash, hex>
+//
+// In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte
+// is %XX, so that it is one path component and no two namespaces spell alike; empty is "-", and
+// "-" itself is "%2D".
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
  public:
-  // Throws Error (kInvalidConfig) with all problems: nothing to store, an empty model or hash algorithm, text that is not
-  // UTF-8, hash_is_stable false (R38).
-  static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection, const KeyFacts& facts);
+  // Throws Error (kInvalidConfig) with all problems: nothing to store, an empty model or hash
+  // algorithm, text that is not UTF-8, hash_is_stable false (R38).
+  static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection,
+                                                  const KeyFacts& facts);
 
   ~KeySchema();
   KeySchema(const KeySchema&) = delete;
   KeySchema& operator=(const KeySchema&) = delete;
 
   const Projection& projection() const noexcept;
-  std::string_view name() const noexcept;           // "kvprism"
-  const std::string& fingerprint() const noexcept;  // 32 hex digits
+  std::string_view name() const noexcept;                 // "kvprism"
+  const std::string& fingerprint() const noexcept;        // 32 hex digits
   const std::vector<DigestFact>& facts() const noexcept;  // what the fingerprint covers
 
-  // Positions whose shards must all exist for a group's chunk to count as present: every rank's, in rank order.
+  // Positions whose shards must all exist for a group's chunk to count as present: every rank's, in
+  // rank order.
   std::span<const RankPosition> shards(StoreIndex group) const noexcept;
-  // The position under which `rank` stores the group: itself, or the one that it shares with its replicas.
+  // The position under which `rank` stores the group: itself, or the one that it shares with its
+  // replicas.
   RankPosition shard_of(StoreIndex group, const RankPosition& rank) const noexcept;
 
-  // Appends one key. No allocation once the slot has its capacity. `hash` has the width of the request's HashList.
-  // Throws Error (kInvalidArgument) and appends nothing when the hash is not 16 to 64 bytes wide (R39), or when `shard`
-  // is the position of no rank.
+  // Appends one key. No allocation once the slot has its capacity. `hash` has the width of the
+  // request's HashList. Throws Error (kInvalidArgument) and appends nothing when the hash is not 16
+  // to 64 bytes wide (R39), or when `shard` is the position of no rank.
   void append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                   std::span<const std::uint8_t> hash) const;
 

@@ -27,8 +27,8 @@ struct KernelRange {
 // Ownership: value. Threads: value.
 class KVPRISM_API BlockRatio {
  public:
-  // Throws Error (kInvalidConfig) when a block is not a whole number of kernel blocks, or the pool not a whole number of
-  // blocks; the message holds both numbers.
+  // Throws Error (kInvalidConfig) when a block is not a whole number of kernel blocks, or the pool
+  // not a whole number of blocks; the message holds both numbers.
   static BlockRatio make(std::uint32_t tokens_per_block, const KernelBlocks& kernel);
 
   std::uint32_t kernel_blocks_per_block() const noexcept { return ratio_; }
@@ -38,7 +38,8 @@ class KVPRISM_API BlockRatio {
   KernelRange kernel_blocks(BlockId block) const noexcept;
 
  private:
-  BlockRatio(std::uint32_t ratio, std::uint64_t num_blocks) noexcept : ratio_(ratio), num_blocks_(num_blocks) {}
+  BlockRatio(std::uint32_t ratio, std::uint64_t num_blocks) noexcept
+      : ratio_(ratio), num_blocks_(num_blocks) {}
 
   std::uint32_t ratio_;
   std::uint64_t num_blocks_;

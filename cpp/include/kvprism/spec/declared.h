@@ -1,4 +1,5 @@
-// A member that has no default: leaving it out does not compile, also inside an aggregate (decision 1).
+// A member that has no default: leaving it out does not compile, also inside an aggregate
+// (decision 1).
 #pragma once
 
 #include <utility>
@@ -13,10 +14,12 @@ class Declared {
   constexpr Declared(T value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
 
   constexpr const T& get() const noexcept { return value_; }
-  constexpr operator const T&() const noexcept { return value_; }  // NOLINT(google-explicit-constructor)
+  constexpr operator const T&() const noexcept { return value_; }  // NOLINT
   constexpr const T* operator->() const noexcept { return &value_; }
 
-  friend constexpr bool operator==(const Declared& a, const Declared& b) { return a.value_ == b.value_; }
+  friend constexpr bool operator==(const Declared& a, const Declared& b) {
+    return a.value_ == b.value_;
+  }
   // Without it `traits.hit == HitRule::kNever` is ambiguous between two conversions.
   template <class U>
   friend constexpr bool operator==(const Declared& a, const U& b) {

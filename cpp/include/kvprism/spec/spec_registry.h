@@ -1,4 +1,5 @@
-// The known kinds of cache. A registry is a value: adding a kind makes a new one, nothing global changes.
+// The known kinds of cache. A registry is a value: adding a kind makes a new one, and nothing
+// global changes.
 #pragma once
 
 #include <functional>
@@ -21,7 +22,7 @@ enum class PayloadKind : std::uint8_t { kAttention, kState, kRaw };
 struct SpecKind {
   std::string name;
   Declared<PayloadKind> payload;
-  Declared<bool> needs_sliding_window;  // the config must give `sliding_window`; other kinds must not
+  Declared<bool> needs_sliding_window;  // `sliding_window` must be given; else it must not
   Declared<bool> dcp_sharded;           // decode context parallelism spreads its positions
   // Traits of one spec of this kind. Total: never throws.
   std::function<SpecTraits(const CacheSpec&)> traits;
@@ -33,8 +34,8 @@ class KVPRISM_API SpecRegistry {
   // full_attention, sliding_window, mamba, circular_buffer.
   static SpecRegistry builtin();
 
-  // This registry and one more kind. Throws Error (kInvalidArgument) when the name is empty or taken, or when there is
-  // no traits function.
+  // This registry and one more kind. Throws Error (kInvalidArgument) when the name is empty or
+  // taken, or when there is no traits function.
   SpecRegistry with(SpecKind kind) const;
 
   // Null when unknown.
@@ -43,8 +44,9 @@ class KVPRISM_API SpecRegistry {
   const SpecKind& at(std::string_view name) const;
   std::vector<std::string_view> names() const;
 
-  // Adds every problem of `spec` to `problems`, with paths below `path`: unknown kind, payload of another kind, sizes of
-  // 0, traits that contradict each other. Nothing is inferred from sizes or shapes (R02, R28).
+  // Adds every problem of `spec` to `problems`, with paths below `path`: unknown kind, payload of
+  // another kind, sizes of 0, traits that contradict each other. Nothing is inferred from sizes or
+  // shapes (R02, R28).
   void check(const CacheSpec& spec, std::string_view path, ProblemList& problems) const;
 
   // Throws Error (kInvalidConfig) that lists the known kinds (R64).

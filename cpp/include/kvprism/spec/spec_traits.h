@@ -1,4 +1,5 @@
-// How a spec behaves towards the store and towards a peer: a closed set of rules with parameters (decision 1).
+// How a spec behaves towards the store and towards a peer: a closed set of rules with parameters
+// (decision 1).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ enum class HitRule : std::uint8_t {
 // Where the bytes of a save come from.
 enum class SaveRule : std::uint8_t {
   kPositional,  // chunk i is entry i of the present table
-  kHandOff,     // blocks that the engine names at a boundary; tables of states are never read by position (R05)
+  kHandOff,     // blocks that the engine names at a boundary, never read by position (R05)
   kNever,
 };
 
@@ -34,12 +35,12 @@ KVPRISM_API std::string_view to_string(PeerRule rule) noexcept;
 
 // No member has a default: a new kind must say all of it (R64).
 struct SpecTraits {
-  Declared<bool> prefix_cacheable;        // may enter a hash-addressed store
+  Declared<bool> prefix_cacheable;  // may enter a hash-addressed store
   Declared<HitRule> hit;
-  Declared<std::uint32_t> window;         // tokens; parameter of kWindow and kChunk, else 0
+  Declared<std::uint32_t> window;  // tokens; parameter of kWindow and kChunk, else 0
   Declared<SaveRule> save;
   Declared<PeerRule> peer;
-  Declared<std::uint32_t> replay_tokens;  // recomputed before the cache is whole again after a hit (R14)
+  Declared<std::uint32_t> replay_tokens;  // recomputed until the cache is whole again (R14)
   Declared<bool> fine_grained_lookup;     // hits may end inside a block
 
   friend bool operator==(const SpecTraits&, const SpecTraits&) = default;

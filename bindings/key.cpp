@@ -1,0 +1,148 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/operators.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "areas.h"
+#include "converters.h"
+#include "ids.h"
+#include "kvprism/key/key_schema.h"
+
+namespace kvprism::bindings {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// Width of a hash in flat bytes, which carry no shape.
+constexpr std::uint32_t kFlatHashBytes = 32;
+
+std::shared_ptr<const KeySchema> make_schema(std::shared_ptr<const Projection> projection,
+                                             std::string model, std::string model_revision,
+                                             std::string kv_quantization,
+                                             std::string hash_algorithm, bool hash_is_stable) {
+  return KeySchema::kvprism(std::move(projection), {.model = std::move(model),
+                                                    .model_revision = std::move(model_revision),
+                                                    .kv_quantization = std::move(kv_quantization),
+                                                    .hash_algorithm = std::move(hash_algorithm),
+                                                    .hash_is_stable = hash_is_stable});
+}
+
+std::vector<std::string> keys_of(const KeySchema& schema, const PyStoreIndex& group,
+                                 nb::handle hashes, const RankPosition& shard) {
+  const StoreIndex index = checked(group, schema.projection().num_store_groups(), "StoreIndex");
+  HashListReader reader;
+  const HashList list = reader.read(hashes, 0, kFlatHashBytes);
+  const nb::gil_scoped_release released;
+  KeySlots slots;
+  for (std::uint32_t i = 0; i < list.count; ++i) schema.append_key(slots, index, shard, list[i]);
+  return slots.strings();
+}
+
+}  // namespace
+
+void bind_key(nb::module_& module) {
+  nb::class_<RankPosition>(module, "RankPosition", "A rank's place in the parallel arrangement.")
+      .def(
+          "__init__",
+          [](RankPosition* self, std::uint32_t tp, std::uint32_t pp, std::uint32_t pcp,
+             std::uint32_t dcp) { new (self) RankPosition{tp, pp, pcp, dcp}; },
+          nb::kw_only(), "tp"_a = 0, "pp"_a = 0, "pcp"_a = 0, "dcp"_a = 0)
+      .def_ro("tp", &RankPosition::tp, "Tensor rank.")
+      .def_ro("pp", &RankPosition::pp, "Pipeline rank.")
+      .def_ro("pcp", &RankPosition::pcp, "Prefill context rank.")
+      .def_ro("dcp", &RankPosition::dcp, "Decode context rank.")
+      .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__hash__",
+           [](const RankPosition& p) { return nb::hash(nb::make_tuple(p.tp, p.pp, p.pcp, p.dcp)); })
+      .def("__repr__", [](const RankPosition& p) {
+        return "RankPosition(tp=" + std::to_string(p.tp) + ", pp=" + std::to_string(p.pp) +
+               ", pcp=" + std::to_string(p.pcp) + ", dcp=" + std::to_string(p.dcp) + ")";
+      });
+
+  nb::class_<KeySchema>(module, "KeySchema",
+                        "Makes the names of objects for save, lookup and load alike. Immutable; "
+                        "any thread may use it.")
+      .def_static(
+          "kvprism", &make_schema, "projection"_a, nb::kw_only(), "model"_a,
+          "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
+          "hash_is_stable"_a,
+          R"(The schema ``kvp1/<namespace>/<fingerprint>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash>``.
+
+Args:
+    projection: The groups.
+    model: Name or path of the model; not empty.
+    model_revision: Version of the weights.
+    kv_quantization: How cached values are quantised, e.g. ``fp8_per_tensor``.
+    hash_algorithm: The engine's block hash, e.g. ``sha256_cbor``; not empty.
+    hash_is_stable: Whether every process hashes alike; False is refused.
+
+Raises:
+    ConfigError: With every problem at once.)")
+      .def_prop_ro(
+          "projection",
+          [](const KeySchema& schema) { return schema.projection().shared_from_this(); },
+          "The groups that keys are made for.")
+      .def_prop_ro("name", &KeySchema::name, "Name of the schema.")
+      .def_prop_ro("fingerprint", &KeySchema::fingerprint,
+                   "32 hex digits over what gives bytes their meaning.")
+      .def_prop_ro(
+          "facts",
+          [](const KeySchema& schema) {
+            std::vector<std::pair<std::string, std::string>> pairs;
+            for (const DigestFact& fact : schema.facts()) pairs.emplace_back(fact.name, fact.value);
+            return pairs;
+          },
+          "What the fingerprint covers, as (name, value).")
+      .def(
+          "shards",
+          [](const KeySchema& schema, const PyStoreIndex& group) {
+            const auto shards =
+                schema.shards(checked(group, schema.projection().num_store_groups(), "StoreIndex"));
+            return std::vector<RankPosition>(shards.begin(), shards.end());
+          },
+          "group"_a, "Positions whose shards must all exist for a chunk to count as present.")
+      .def("keys", &keys_of, "group"_a, "hashes"_a, "shard"_a = RankPosition{},
+           nb::sig("def keys(self, group: StoreIndex, hashes: typing.Any, shard: RankPosition = "
+                   "...) -> list[str]"),
+           R"(Keys of one shard, one for each hash.
+
+Args:
+    group: The group.
+    hashes: A list of bytes, an array of shape (count, width), or flat bytes of 32 a hash.
+    shard: A rank's position.
+
+Raises:
+    ArgumentError: A hash is not 16 to 64 bytes wide, or no rank has the position.)")
+      .def("__repr__", [](const KeySchema& schema) {
+        return "KeySchema(name='" + std::string(schema.name()) + "', fingerprint='" +
+               schema.fingerprint() + "')";
+      });
+
+  module.def(
+      "rank_position",
+      [](std::uint32_t rank, const Projection& projection) {
+        const ParallelSizes& parallel = projection.parallel();
+        if (rank >= parallel.world()) {
+          fail(ErrorCode::kInvalidArgument, "rank",
+               {"rank",
+                std::to_string(rank),
+                "below " + std::to_string(parallel.world()) + " ranks",
+                {}});
+        }
+        return rank_position(Rank{rank}, parallel);
+      },
+      "rank"_a, "projection"_a,
+      "Position of a rank: tensor ranks side by side, then prefill context, then pipeline.");
+}
+
+}  // namespace kvprism::bindings

@@ -1,0 +1,237 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "areas.h"
+#include "ids.h"
+#include "kvprism/base/error.h"
+#include "kvprism/layout/kernel_blocks.h"
+#include "kvprism/layout/segment_map.h"
+
+namespace kvprism::bindings {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// A tensor and the Python object that keeps its memory mapped.
+struct BoundTensor {
+  CacheTensor tensor;
+  nb::object owner;
+};
+
+[[noreturn]] void refuse(const char* path, std::string value, std::string expected) {
+  fail(ErrorCode::kInvalidArgument, "cache tensor",
+       {path, std::move(value), std::move(expected), {}});
+}
+
+void read_array(nb::handle memory, CacheTensor& tensor) {
+  nb::ndarray<> array;
+  if (!nb::try_cast(memory, array, false)) {
+    refuse("memory", nb::repr(memory).c_str(),
+           "a writable array (buffer or DLPack), or an address with bytes");
+  }
+  std::int64_t expected = 1;
+  for (std::size_t axis = array.ndim(); axis-- > 0;) {
+    if (array.shape(axis) != 1 && array.stride(axis) != expected) {
+      refuse("memory", "strides with gaps", "a contiguous array: the whole allocation, as bytes");
+    }
+    expected *= static_cast<std::int64_t>(array.shape(axis));
+  }
+  tensor.base = static_cast<std::byte*>(array.data());
+  tensor.bytes = array.nbytes();
+  tensor.device = array.device_type() == nb::device::cpu::value ? -1 : array.device_id();
+}
+
+void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> layers,
+                 std::uint64_t block_stride, std::uint64_t layer_stride, std::uint64_t offset,
+                 std::optional<std::uint64_t> bytes, std::optional<int> device) {
+  CacheTensor tensor;
+  tensor.layers = std::move(layers);
+  tensor.block_stride = block_stride;
+  tensor.layer_stride = layer_stride;
+  tensor.offset = offset;
+  if (nb::isinstance<nb::int_>(memory)) {
+    std::uint64_t address = 0;
+    if (!nb::try_cast(memory, address)) refuse("memory", nb::repr(memory).c_str(), "an address");
+    if (!bytes)
+      refuse("bytes", "None", "the length of the allocation in bytes, since memory is an address");
+    tensor.base = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+    tensor.bytes = *bytes;
+  } else {
+    read_array(memory, tensor);
+    if (bytes) refuse("bytes", std::to_string(*bytes), "None: the array knows its length");
+  }
+  if (device) tensor.device = *device;
+  new (self) BoundTensor{std::move(tensor), std::move(memory)};
+}
+
+nb::typed<nb::object, SegmentMap> make_map(std::shared_ptr<const Projection> projection,
+                                           const nb::typed<nb::sequence, BoundTensor>& bound) {
+  std::vector<CacheTensor> tensors;
+  nb::list owners;
+  for (const nb::handle each : bound) {
+    const BoundTensor* tensor = nullptr;
+    if (!nb::try_cast(each, tensor, false) || tensor == nullptr)
+      throw nb::type_error("tensors must hold CacheTensor");
+    tensors.push_back(tensor->tensor);
+    owners.append(tensor->owner);
+  }
+  std::shared_ptr<const SegmentMap> map;
+  {
+    const nb::gil_scoped_release released;
+    map = SegmentMap::make(std::move(projection), std::move(tensors));
+  }
+  nb::object instance = nb::cast(map);
+  nb::keep_alive_obj(instance, nb::tuple(owners));
+  return nb::typed<nb::object, SegmentMap>(instance);
+}
+
+std::vector<std::pair<std::uintptr_t, std::size_t>> to_pairs(const std::vector<Segment>& segments) {
+  std::vector<std::pair<std::uintptr_t, std::size_t>> pairs;
+  for (const Segment& segment : segments) {
+    pairs.emplace_back(reinterpret_cast<std::uintptr_t>(segment.base), segment.length);
+  }
+  return pairs;
+}
+
+}  // namespace
+
+void bind_layout(nb::module_& module) {
+  nb::class_<BoundTensor>(module, "CacheTensor",
+                          "One backing allocation, or a view of it that some layers use. Byte 0 of "
+                          "layer l and block b is "
+                          "base + offset + l * layer_stride + b * block_stride.")
+      .def("__init__", &make_tensor, "memory"_a, nb::kw_only(), "layers"_a, "block_stride"_a,
+           "layer_stride"_a = 0, "offset"_a = 0, "bytes"_a = nb::none(), "device"_a = nb::none(),
+           nb::sig("def __init__(self, memory: typing.Any, *, layers: "
+                   "collections.abc.Sequence[str], block_stride: int, "
+                   "layer_stride: int = 0, offset: int = 0, bytes: int | None = None, device: int "
+                   "| None = None) -> None"),
+           R"(Describes memory; nothing is read or written.
+
+Args:
+    memory: The whole allocation as a contiguous writable array (NumPy, PyTorch, anything with DLPack), which is kept
+        alive; or its address, which the caller keeps mapped.
+    layers: Names, in the order of their places.
+    block_stride: Bytes from one block to the next, at least a page.
+    layer_stride: Bytes from one layer to the next.
+    offset: Bytes from the start of the allocation to the first layer.
+    bytes: Length of the allocation, only with an address.
+    device: Ordinal of the accelerator, -1 for host memory; None takes the array's own.
+
+Raises:
+    ArgumentError: The memory is no such thing.)")
+      .def_prop_ro(
+          "address",
+          [](const BoundTensor& t) { return reinterpret_cast<std::uintptr_t>(t.tensor.base); },
+          "Address of the allocation.")
+      .def_prop_ro(
+          "bytes", [](const BoundTensor& t) { return t.tensor.bytes; }, "Length of the allocation.")
+      .def_prop_ro(
+          "device", [](const BoundTensor& t) { return t.tensor.device; }, "-1 for host memory.")
+      .def_prop_ro(
+          "layers", [](const BoundTensor& t) { return t.tensor.layers; }, "Names of the layers.")
+      .def_prop_ro(
+          "block_stride", [](const BoundTensor& t) { return t.tensor.block_stride; }, "In bytes.")
+      .def_prop_ro(
+          "layer_stride", [](const BoundTensor& t) { return t.tensor.layer_stride; }, "In bytes.")
+      .def_prop_ro("offset", [](const BoundTensor& t) { return t.tensor.offset; }, "In bytes.");
+
+  nb::class_<SegmentMap>(module, "SegmentMap",
+                         "Where the bytes of a block lie, proven once: inside their allocations "
+                         "and disjoint. Keeps arrays "
+                         "alive that its tensors were made of.")
+      .def(nb::new_(&make_map), "projection"_a, "tensors"_a,
+           R"(Proves a geometry.
+
+Args:
+    projection: The groups.
+    tensors: Every allocation of the pool, or views of it.
+
+Raises:
+    ConfigError: With every problem at once.
+    UnsupportedError: The layout's name is valid but not supported.)")
+      .def_prop_ro(
+          "projection", [](const SegmentMap& map) { return map.projection().shared_from_this(); },
+          "The groups.")
+      .def(
+          "object_bytes",
+          [](const SegmentMap& map, const PyStoreIndex& group) {
+            return map.object_bytes(
+                checked(group, map.projection().num_store_groups(), "StoreIndex"));
+          },
+          "group"_a, "Bytes of one block of a group on this rank.")
+      .def(
+          "object_bytes",
+          [](const SegmentMap& map, const PyGroupId& group) {
+            return map.object_bytes(checked(group, map.projection().num_groups(), "GroupId"));
+          },
+          "group"_a)
+      .def(
+          "segments",
+          [](const SegmentMap& map, const PyGroupId& group, std::int32_t block) {
+            const GroupId id = checked(group, map.projection().num_groups(), "GroupId");
+            if (!map.is_block(BlockId{block})) {
+              fail(ErrorCode::kInvalidArgument, "segment map",
+                   {"block",
+                    std::to_string(block),
+                    "from 1 to " + std::to_string(map.projection().num_blocks() - 1),
+                    {}});
+            }
+            std::vector<Segment> out;
+            map.append_segments(id, BlockId{block}, out);
+            return to_pairs(out);
+          },
+          "group"_a, "block"_a, "Segments of one block in layer order, as (address, bytes).")
+      .def_prop_ro(
+          "regions",
+          [](const SegmentMap& map) {
+            std::vector<std::tuple<std::uintptr_t, std::size_t, int>> rows;
+            for (const Region& region : map.regions()) {
+              rows.emplace_back(reinterpret_cast<std::uintptr_t>(region.base), region.length,
+                                region.device);
+            }
+            return rows;
+          },
+          "Each distinct allocation once, as (address, bytes, device).")
+      .def_prop_ro(
+          "layout_fingerprint",
+          [](const SegmentMap& map) { return to_hex(map.layout_fingerprint()); },
+          "32 hex digits over the geometry.");
+
+  module.def(
+      "kernel_blocks",
+      [](std::uint32_t tokens_per_block, std::uint32_t states_per_block,
+         std::uint32_t tokens_per_state, std::uint64_t count) {
+        const BlockRatio ratio =
+            BlockRatio::make(tokens_per_block, {states_per_block, tokens_per_state, count});
+        return std::pair(ratio.kernel_blocks_per_block(), ratio.num_blocks());
+      },
+      nb::kw_only(), "tokens_per_block"_a, "states_per_block"_a, "tokens_per_state"_a, "count"_a,
+      R"(How many kernel blocks one block is, and how many blocks a pool of kernel blocks holds.
+
+Args:
+    tokens_per_block: Tokens of one block of the scheduler.
+    states_per_block: Stored positions of one kernel block.
+    tokens_per_state: Tokens that one of them stands for.
+    count: Kernel blocks in the pool.
+
+Raises:
+    ConfigError: Either division leaves a rest.)");
+}
+
+}  // namespace kvprism::bindings

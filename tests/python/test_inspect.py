@@ -1,0 +1,157 @@
+"""``kvprism inspect``: a row a group, or every problem."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configs import attention, config, mamba, ring
+from kvprism.cli import main
+from kvprism.inspect_config import COLUMNS
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(value: Any) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return str(path)
+
+    return write
+
+
+def inspect_json(path: str, capsys: Capture) -> tuple[int, dict[str, Any]]:
+    status = main(["inspect", path, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_hybrid_model_has_a_row_a_group(write: Any, capsys: Capture) -> None:
+    status, report = inspect_json(write(config()), capsys)
+    assert status == 0
+    assert report["transfer_group_ids"] == [0, 1, 2]
+    assert report["store_group_ids"] == [0, 2]
+    assert report["scheduler_block_size"] == 800
+    assert report["hash_block_size"] == 800
+    assert len(report["digest"]) == 32
+    assert report["problems"] == []
+    rows = report["groups"]
+    assert [row["kind"] for row in rows] == ["full_attention", "circular_buffer", "mamba"]
+    assert [row["transfer_index"] for row in rows] == [0, 1, 2]
+    assert [row["store_index"] for row in rows] == [0, None, 1]
+    assert [row["page_size_bytes"] for row in rows] == [409600, 4096, 512]
+    assert [row["objects_per_1000_tokens"] for row in rows] == [1.25, None, 1.25]
+    assert rows[1]["why_not_stored"] == "kind circular_buffer is not prefix-cacheable"
+
+
+def test_an_object_holds_the_pages_of_all_layers(write: Any, capsys: Capture) -> None:
+    _, report = inspect_json(write(config(attention(layers=["a", "b", "c"]))), capsys)
+    assert report["groups"][0]["object_bytes"] == 3 * 409600
+
+
+def test_table_shows_indices_and_reasons(write: Any, capsys: Capture) -> None:
+    assert main(["inspect", write(config(attention(), ring(enable_kv_transfer=False)))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == " ".join(COLUMNS).split()
+    assert " ".join(lines[1].split()) == "0 full_attention 800 800 409600 409600 0 0 1.25 -"
+    assert lines[2].endswith("  -  enable_kv_transfer is false")
+    assert "scheduler block size  800 tokens" in lines
+
+
+def test_every_problem_is_told_and_the_status_is_2(write: Any, capsys: Capture) -> None:
+    path = write(config(attention(block_size=-8), mamba(kind="mambo"), num_blocks=0))
+    assert main(["inspect", path]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"{path}: 3 problems" in told.err
+    assert "groups[0].block_size = -8: expected a positive integer" in told.err
+    assert "did you mean 'mamba'?" in told.err
+
+    status, report = inspect_json(path, capsys)
+    assert status == 2
+    assert report["groups"] == []
+    assert report["digest"] is None
+    assert [problem["path"] for problem in report["problems"]] == [
+        "num_blocks",
+        "groups[0].block_size",
+        "groups[1].kind",
+    ]
+
+
+def test_a_config_that_no_store_can_use_is_shown_with_the_reason(
+    write: Any, capsys: Capture
+) -> None:
+    status, report = inspect_json(
+        write(config(attention(), mamba(mamba_cache_mode="none"))), capsys
+    )
+    assert status == 2
+    assert len(report["groups"]) == 2
+    assert report["problems"] == [
+        {
+            "path": "groups[1].mamba_cache_mode",
+            "value": "none",
+            "expected": "align",
+            "hint": "only states committed at block boundaries can be used again",
+        }
+    ]
+
+
+def test_rings_alone_leave_nothing_to_store(write: Any, capsys: Capture) -> None:
+    status, report = inspect_json(write(config(ring())), capsys)
+    assert status == 2
+    assert report["problems"][0]["path"] == "groups"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"num_blocks": 1e3}'])
+def test_bad_text_still_gives_json(write: Any, capsys: Capture, content: str) -> None:
+    status, report = inspect_json(write(content), capsys)
+    assert status == 2
+    assert report["problems"]
+
+
+def test_missing_file_and_directory(tmp_path: Path, capsys: Capture) -> None:
+    for path in (tmp_path / "absent.json", tmp_path):
+        status, report = inspect_json(str(path), capsys)
+        assert status == 2
+        assert report["problems"][0]["path"] == str(path)
+
+
+def test_usage_errors_exit_with_2(capsys: Capture) -> None:
+    for arguments in (["inspect"], ["no-such-command"], ["inspect", "a", "b"]):
+        with pytest.raises(SystemExit) as raised:
+            main(arguments)
+        assert raised.value.code == 2
+    assert main([]) == 2
+    capsys.readouterr()
+
+
+def test_module_runs_as_a_program(write: Any) -> None:
+    command = [sys.executable, "-m", "kvprism", "inspect", write(config()), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["store_group_ids"] == [0, 2]
+
+
+def test_a_reader_that_leaves_early_is_no_error(write: Any) -> None:
+    groups = [attention(layers=[f"layer.{i}"]) for i in range(2000)]
+    path = write(config(*groups))
+    inspect = f"'{sys.executable}' -m kvprism inspect '{path}' --json"
+    script = f"{inspect} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["{", "0"]
+    assert done.stderr == ""
+
+
+def test_import_is_quick_and_light() -> None:
+    script = (
+        "import sys, time; start = time.perf_counter(); import kvprism; "
+        "print(time.perf_counter() - start); "
+        "assert not {'torch', 'numpy', 'vllm', 'mooncake', 'argparse'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    times = [float(subprocess.check_output(command)) for _ in range(3)]
+    assert min(times) < 0.1

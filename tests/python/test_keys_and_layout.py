@@ -1,0 +1,158 @@
+"""Key schemas and segment maps as Python sees them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+from typing import Any
+
+import kvprism
+import numpy as np
+import pytest
+from configs import attention, config, mamba, ring
+from kvprism import (
+    CacheTensor,
+    GroupId,
+    KeySchema,
+    Projection,
+    RankPosition,
+    SegmentMap,
+    StoreIndex,
+)
+
+FACTS: dict[str, Any] = {
+    "model": "org/model",
+    "hash_algorithm": "sha256_cbor",
+    "hash_is_stable": True,
+}
+HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
+
+
+def project(*groups: dict[str, Any], **changes: Any) -> Projection:
+    return Projection(kvprism.CacheConfig.from_dict(config(*groups, **changes)))
+
+
+def test_keys_have_the_documented_form() -> None:
+    schema = KeySchema.kvprism(project(namespace="team/1"), **FACTS)
+    keys = schema.keys(StoreIndex(1), HASHES)
+    assert keys == [
+        f"kvp1/team%2F1/{schema.fingerprint}/0.0.0.0/1/{digest.hex()}" for digest in HASHES
+    ]
+    assert (
+        schema.keys(StoreIndex(1), np.frombuffer(b"".join(HASHES), np.uint8).reshape(5, 32)) == keys
+    )
+
+
+def test_scheduler_and_ranks_build_the_same_keys() -> None:
+    projection = project(parallel={"tp": 2, "pp": 2})
+    schema = KeySchema.kvprism(projection, **FACTS)
+    positions = [kvprism.rank_position(rank, projection) for rank in range(4)]
+    assert schema.shards(StoreIndex(0)) == positions
+    assert positions[3] == RankPosition(tp=1, pp=1)
+    keys = [schema.keys(StoreIndex(0), HASHES, shard)[0] for shard in positions]
+    assert len(set(keys)) == 4
+    with pytest.raises(kvprism.ArgumentError, match="below 4 ranks"):
+        kvprism.rank_position(4, projection)
+
+
+def test_an_unstable_hash_is_refused_with_the_remedy() -> None:
+    with pytest.raises(kvprism.ConfigError, match="PYTHONHASHSEED"):
+        KeySchema.kvprism(project(), **FACTS | {"hash_is_stable": False})
+    with pytest.raises(TypeError):
+        KeySchema.kvprism(project(), model="m", hash_algorithm="sha256_cbor")  # type: ignore[call-arg]
+
+
+def test_short_hashes_and_unknown_shards_are_refused() -> None:
+    schema = KeySchema.kvprism(project(), **FACTS)
+    with pytest.raises(kvprism.ArgumentError, match="16 to 64 bytes"):
+        schema.keys(StoreIndex(0), [b"12345678"])
+    with pytest.raises(kvprism.ArgumentError, match="the position of a rank"):
+        schema.keys(StoreIndex(0), HASHES, RankPosition(tp=1))
+    with pytest.raises(TypeError):
+        schema.keys(GroupId(0), HASHES)  # type: ignore[arg-type]
+
+
+def pool(blocks: int = 16, pitch: int = 409600) -> tuple[np.ndarray, list[CacheTensor]]:
+    memory = np.zeros(blocks * pitch, np.uint8)
+    layers = (["f0"], ["r0"], ["m0"])
+    return memory, [CacheTensor(memory, layers=names, block_stride=pitch) for names in layers]
+
+
+def test_groups_overlay_one_allocation() -> None:
+    memory, tensors = pool()
+    segments = SegmentMap(project(), tensors)
+    address = memory.__array_interface__["data"][0]
+    assert segments.regions == [(address, memory.nbytes, -1)]
+    assert segments.object_bytes(StoreIndex(1)) == 512
+    assert segments.object_bytes(GroupId(1)) == 4096
+    assert segments.segments(GroupId(2), 3) == [(address + 3 * 409600, 512)]
+    for block in (0, -1, 16):
+        with pytest.raises(kvprism.ArgumentError, match="from 1 to 15"):
+            segments.segments(GroupId(2), block)
+
+
+def test_a_map_keeps_its_memory_alive() -> None:
+    memory, tensors = pool()
+    watch = weakref.ref(memory)
+    segments = SegmentMap(project(), tensors)
+    del memory, tensors
+    gc.collect()
+    assert watch() is not None
+    del segments
+    gc.collect()
+    assert watch() is None
+
+
+def test_an_address_needs_its_length() -> None:
+    memory, _ = pool()
+    address = memory.__array_interface__["data"][0]
+    tensor = CacheTensor(address, layers=["f0"], block_stride=409600, bytes=memory.nbytes, device=3)
+    assert (tensor.address, tensor.bytes, tensor.device) == (address, memory.nbytes, 3)
+    with pytest.raises(kvprism.ArgumentError, match="bytes = None"):
+        CacheTensor(address, layers=["f0"], block_stride=1)
+    with pytest.raises(kvprism.ArgumentError, match="the array knows its length"):
+        CacheTensor(memory, layers=["f0"], block_stride=1, bytes=3)
+
+
+@pytest.mark.parametrize("memory", ["text", 1.5, [1], np.zeros((4, 4), np.uint8)[:, :2]])
+def test_memory_that_is_no_allocation_is_refused(memory: Any) -> None:
+    with pytest.raises(kvprism.ArgumentError, match="memory"):
+        CacheTensor(memory, layers=["f0"], block_stride=1)
+
+
+def test_a_pool_that_is_too_small_is_refused() -> None:
+    _, tensors = pool(blocks=15)
+    with pytest.raises(kvprism.ConfigError) as raised:
+        SegmentMap(project(), tensors)
+    assert len(raised.value.problems) == 3
+    assert "at least 6553600 bytes, where block 15 of layer f0 ends" in str(raised.value)
+
+
+def test_other_layouts_are_not_supported_yet() -> None:
+    _, tensors = pool()
+    with pytest.raises(NotImplementedError, match="LBHNC") as raised:
+        SegmentMap(project(kv_layout="BLHNC"), tensors)
+    assert isinstance(raised.value, kvprism.UnsupportedError)
+    assert raised.value.code == "unsupported"
+
+
+def test_tensors_must_be_tensors() -> None:
+    with pytest.raises(TypeError, match="CacheTensor"):
+        SegmentMap(project(), [1])  # type: ignore[list-item]
+
+
+def test_kernel_blocks_of_a_large_block() -> None:
+    sizes = {"tokens_per_block": 8960, "states_per_block": 64, "count": 17885}
+    assert kvprism.kernel_blocks(**sizes, tokens_per_state=4) == (35, 511)
+    with pytest.raises(kvprism.ConfigError) as raised:
+        kvprism.kernel_blocks(**sizes, tokens_per_state=1)
+    assert "17885" in str(raised.value)
+    assert "140" in str(raised.value)
+
+
+def test_projections_outlive_what_they_were_made_of() -> None:
+    schema = KeySchema.kvprism(project(attention(), ring(), mamba()), **FACTS)
+    gc.collect()
+    assert schema.projection.num_groups == 3
+    assert schema.projection is schema.projection
