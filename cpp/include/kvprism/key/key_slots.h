@@ -1,4 +1,5 @@
-// Strings that are written again and again without allocating: malloc, not hex, is what a key costs.
+// Strings that are written again and again without allocating: malloc, not hex, is what a key
+// costs.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,8 @@ class KeySlots {
   bool empty() const noexcept { return size_ == 0; }
   const std::string& operator[](std::size_t at) const noexcept { return strings_[at]; }
 
-  // Exactly size() strings. Surplus ones of an earlier, longer use are set aside here and not in clear(), so that
-  // uses of equal length move nothing.
+  // Exactly size() strings. Surplus ones of an earlier, longer use are set aside here and not in
+  // clear(), so that uses of equal length move nothing.
   const std::vector<std::string>& strings() const {
     while (strings_.size() > size_) {
       spare_.push_back(std::move(strings_.back()));
