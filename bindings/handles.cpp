@@ -129,13 +129,18 @@ void BoundWorker::check_open() const {
 
 PumpThread& BoundWorker::pump() {
   check_open();
-  if (PumpThread* const thread = running_) return *thread;
-  const std::lock_guard lock(mutex_);
-  check_open();
   if (adopted_) {
     fail(ErrorCode::kInvalidArgument, "store worker",
          {"owner", "a simulated engine", "a worker of one's own", "the engine submits and polls"});
   }
+  if (PumpThread* const thread = running_) return *thread;
+  const std::lock_guard lock(mutex_);
+  return start();
+}
+
+// With the mutex held.
+PumpThread& BoundWorker::start() {
+  check_open();
   if (!pump_) pump_ = std::make_unique<PumpThread>(worker_, store_);
   running_ = pump_.get();
   return *pump_;
@@ -193,13 +198,12 @@ CloseReport BoundWorker::close_adopted(Duration budget) { return close_once(budg
 std::shared_ptr<StoreWorker> BoundWorker::adopt() {
   const std::lock_guard lock(mutex_);
   check_open();
-  if (pump_ || adopted_) {
-    fail(ErrorCode::kInvalidArgument, "store worker",
-         {"owner",
-          pump_ ? "its own thread" : "another engine",
-          "a worker that nobody uses yet",
-          {}});
+  if (pump_) {
+    fail(
+        ErrorCode::kInvalidArgument, "store worker",
+        {"owner", adopted_ ? "another engine" : "the caller", "a worker that nobody has used", {}});
   }
+  start();
   adopted_ = true;
   return worker_;
 }

@@ -91,9 +91,9 @@ class BoundScheduler {
   std::atomic<bool> closed_{false};
 };
 
-// Pumped by a thread of its own, which starts with the first submit, or by a simulated engine.
-// Memory under calls that are not quiet is never given back: the map's Python object is then kept
-// for ever.
+// Pumped by a thread of its own, which starts with the first submit. A simulated engine may take it
+// over. Memory under calls that are not quiet is never given back: the map's Python object is then
+// kept for ever.
 class BoundWorker {
  public:
   BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map,
@@ -116,16 +116,17 @@ class BoundWorker {
   StoreWorkerCounters counters() const { return worker_->counters(); }
   CloseReport close(Duration budget);
 
-  // The caller pumps from now on, and closes with close_adopted(). Throws Error when somebody else
-  // does already.
+  // The caller submits and polls from now on, and closes with close_adopted(); the thread runs.
+  // Throws Error when somebody has used the worker before.
   std::shared_ptr<StoreWorker> adopt();
+  PumpThread& thread() noexcept { return *running_; }
   CloseReport close_adopted(Duration budget);
-  const std::shared_ptr<ObjectStore>& store() const noexcept { return store_; }
   const std::shared_ptr<const SegmentMap>& map() const noexcept { return map_; }
 
  private:
   void check_open() const;
   PumpThread& pump();
+  PumpThread& start();
   void collect(std::vector<std::byte>& out);
   CloseReport close_once(Duration budget);
 

@@ -37,8 +37,10 @@ void JobMeter::planned(const StepPlan& plan) {
   }
 }
 
-void JobMeter::fence_fired() {
+bool JobMeter::fence_fired() {
+  const bool any = fenced_ > 0;
   for (; fenced_ > 0; --fenced_) begin(kSaves);
+  return any;
 }
 
 bool JobMeter::hold_report(const WorkerReport& report) {
@@ -73,11 +75,12 @@ BoundEngine::BoundEngine(std::shared_ptr<BoundScheduler> scheduler,
   }
   const std::shared_ptr<StoreScheduler> shared = scheduler_->shared();
   const std::shared_ptr<StoreWorker> adopted = worker_->adopt();
-  worker_->store()->set_wakeup(signal_.wakeup());
   // The memory is shared with the Python object, so the engine gets an alias of it.
   std::vector<sim::EngineRank> ranks{{adopted, {memory_, &memory_->memory}}};
-  engine_ = std::make_unique<sim::Engine>(memory_->projection, shared, std::move(ranks), options,
-                                          &meter_);
+  sim::EngineOptions own = options;
+  own.pump_workers = false;
+  engine_ =
+      std::make_unique<sim::Engine>(memory_->projection, shared, std::move(ranks), own, &meter_);
 }
 
 BoundEngine::~BoundEngine() {
@@ -94,17 +97,20 @@ sim::Engine& BoundEngine::get() {
 
 bool BoundEngine::step() {
   sim::Engine& engine = get();
+  const std::uint64_t jobs = engine.stats().jobs_loaded;
   const bool computed = engine.begin_step(monotonic_now());
-  const Instant now = monotonic_now();
-  engine.finish_step(now);
-  meter_.fence_fired();
+  // Loads go ahead while the step is computed.
+  if (engine.stats().jobs_loaded != jobs) worker_->thread().notify();
+  engine.finish_step(monotonic_now());
+  if (meter_.fence_fired()) worker_->thread().notify();
   return engine.pump(monotonic_now()) || computed;
 }
 
 bool BoundEngine::run(Duration longest) {
   const Instant until = monotonic_now() + longest;
   while (!get().idle()) {
-    if (!step()) signal_.wait(kNap);
+    const std::uint64_t seen = worker_->thread().moves();
+    if (!step()) worker_->thread().wait_moved(seen, kNap);
     if (monotonic_now() >= until) return get().idle();
   }
   return true;

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "handles.h"
-#include "kvprism/backend/wake_signal.h"
 #include "kvprism/sim/engine.h"
 #include "kvprism/sim/group_model.h"
 
@@ -31,7 +30,8 @@ class JobMeter final : public sim::EngineObserver {
   void planned(const StepPlan& plan) override;
   bool hold_report(const WorkerReport& report) override;
   // The bytes of the saves that were planned are in memory: their time begins.
-  void fence_fired();
+  // True when there are such saves.
+  bool fence_fired();
 
   const Total& loads() const noexcept { return totals_[0]; }
   const Total& saves() const noexcept { return totals_[1]; }
@@ -79,7 +79,6 @@ class BoundEngine {
   std::shared_ptr<BoundScheduler> scheduler_;
   std::shared_ptr<BoundWorker> worker_;
   std::shared_ptr<BoundMemory> memory_;
-  WakeSignal signal_;
   JobMeter meter_;
   std::unique_ptr<sim::Engine> engine_;
   bool closed_ = false;
