@@ -134,6 +134,11 @@ class LocalMooncake:
         return self._master_port
 
     @property
+    def metrics(self) -> str:
+        """Address of the master's HTTP port, as host:port; it tells keys, segments and metrics."""
+        return f"127.0.0.1:{self._metrics_port}"
+
+    @property
     def storage_pid(self) -> int | None:
         """Process id of the storage process, or None."""
         return None if self._storage is None else self._storage.pid
