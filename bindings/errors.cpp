@@ -52,8 +52,8 @@ void raise(const Error& error) {
   const auto at = static_cast<std::size_t>(error.code());
   PyObject* const type = at < python_classes.size() ? python_classes[at] : PyExc_RuntimeError;
   nb::object instance = nb::borrow(type)(to_text(error.what()));
-  instance.attr("code") = nb::str(to_string(error.code()).data(), to_string(error.code()).size());
-  instance.attr("problems") = to_python(error.problems());
+  instance.attr("_code") = nb::str(to_string(error.code()).data(), to_string(error.code()).size());
+  instance.attr("_problems") = to_python(error.problems());
   PyErr_SetObject(type, instance.ptr());
 }
 
@@ -67,6 +67,10 @@ void translate(const std::exception_ptr& pending, void*) {
       failure.restore();
     }
   }
+}
+
+void add_property(nb::handle type, const char* name, nb::object getter) {
+  type.attr(name) = nb::handle(reinterpret_cast<PyObject*>(&PyProperty_Type))(getter);
 }
 
 }  // namespace
@@ -109,7 +113,7 @@ void bind_errors(nb::module_& module) {
 
   // Made here rather than by nb::exception, which knows one base.
   const auto make = [&](const char* name, const char* doc, nb::handle bases) {
-    const std::string full = std::string("kvprism._core.") + name;
+    const std::string full = nb::cast<std::string>(module.attr("__name__")) + "." + name;
     nb::object type = nb::steal(PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), nullptr));
     if (!type.is_valid()) throw nb::python_error();
     module.attr(name) = type;
@@ -119,8 +123,16 @@ void bind_errors(nb::module_& module) {
                                "Set-up or configuration failed. ``code`` is a stable word, "
                                "``problems`` every Problem of the input at once.",
                                PyExc_Exception);
-  base.attr("code") = "";
-  base.attr("problems") = nb::make_tuple();
+  add_property(
+      base, "code",
+      nb::cpp_function([](nb::handle self) { return nb::getattr(self, "_code", nb::str("")); },
+                       nb::is_method(), nb::sig("def code(self) -> str"),
+                       "Stable lower-case word, e.g. ``invalid_config``."));
+  add_property(
+      base, "problems",
+      nb::cpp_function([](nb::handle self) { return nb::getattr(self, "_problems", nb::list()); },
+                       nb::is_method(), nb::sig("def problems(self) -> list[Problem]"),
+                       "Every problem of the input."));
   for (const ErrorClass& row : error_classes()) {
     nb::object type = make(row.name, row.doc, nb::make_tuple(base, nb::borrow(*row.builtin)));
     python_classes[static_cast<std::size_t>(row.code)] = type.release().ptr();

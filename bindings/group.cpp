@@ -53,11 +53,9 @@ void bind_id(nb::module_& module, const char* name, const char* doc) {
       .def(
           "__lt__", [](const Box& a, const Box& b) { return a.id < b.id; }, nb::is_operator(),
           "other"_a)
-      .def("__repr__",
-           [name](const Box& box) {
-             return std::string(name) + "(" + std::to_string(raw(box.id)) + ")";
-           })
-      .def("__getnewargs__", [](const Box& box) { return nb::make_tuple(raw(box.id)); });
+      .def("__repr__", [name](const Box& box) {
+        return std::string(name) + "(" + std::to_string(raw(box.id)) + ")";
+      });
 }
 
 SpecRegistry or_builtin(const std::optional<SpecRegistry>& registry) {

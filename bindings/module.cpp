@@ -8,7 +8,7 @@ namespace nb = nanobind;
 NB_MODULE(_core, module) {
   using namespace kvprism::bindings;
   module.doc() = "Native core of kvprism. Import the package kvprism instead.";
-  module.attr("__version__") = KVPRISM_VERSION_STRING;
+  module.attr("version") = KVPRISM_VERSION_STRING;
   bind_errors(module);
   bind_spec(module);
   bind_group(module);
