@@ -150,6 +150,7 @@ struct Engine::Impl {
   bool start_waiting(Sequence& sequence, std::uint32_t& budget, Instant now);
   bool preempt_for(const Sequence& sequence);
   void preempt(Sequence& sequence);
+  const Sequence* patient() const;
   void run(Sequence& sequence, std::uint32_t to, std::uint32_t& budget);
   void first_start(Sequence& sequence, std::uint32_t local);
   void offer_states(Sequence& sequence, std::uint32_t tokens);

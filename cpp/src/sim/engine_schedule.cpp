@@ -40,7 +40,7 @@ bool Engine::Impl::can_ever_fit(const Request& request) const {
 std::uint32_t Engine::Impl::target(const Sequence& sequence, std::uint32_t budget) const {
   const std::uint32_t size = sequence.trail.size();
   std::uint32_t to = sequence.computed + std::min(size - sequence.computed, budget);
-  if (!has_state) return to;
+  if (!has_state || !options.aligned_steps) return to;
   const std::uint32_t last = size - size % step_tokens;
   if (to < last) {
     to -= to % step_tokens;
@@ -180,19 +180,33 @@ bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Inst
   return true;
 }
 
+// The oldest request that has been preempted so often that only its turn alone will end it.
+const Sequence* Engine::Impl::patient() const {
+  constexpr std::uint32_t kPatience = 5;
+  const Sequence* oldest = nullptr;
+  const auto consider = [&](const Sequence* sequence) {
+    if (sequence->result.preemptions < kPatience) return;
+    if (oldest == nullptr || raw(sequence->id) < raw(oldest->id)) oldest = sequence;
+  };
+  for (const Sequence* sequence : running) consider(sequence);
+  for (const Sequence* sequence : waiting) consider(sequence);
+  return oldest;
+}
+
 void Engine::Impl::schedule(Instant now) {
   std::uint32_t budget = options.token_budget;
   // A pass that took blocks away from somebody gives none to newcomers.
   if (schedule_running(now, budget)) return;
   // Those that hold blocks already come first.
+  const Sequence* const alone = patient();
   bool starved = false;
   for (const bool ready : {true, false}) {
     // A newcomer's load would take the blocks that a loaded request waits for, and so on in turns.
     if (starved) return;
     for (std::size_t i = 0; i < waiting.size();) {
       Sequence& sequence = *waiting[i];
-      const bool mine = sequence.phase == (ready ? Sequence::Phase::kReady : Sequence::Phase::kWaiting);
-      if (!mine) {
+      const bool turn = sequence.phase == (ready ? Sequence::Phase::kReady : Sequence::Phase::kWaiting);
+      if (!turn || (alone != nullptr && alone != &sequence)) {
         ++i;
         continue;
       }

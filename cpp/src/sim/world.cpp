@@ -327,7 +327,7 @@ class WorldRun {
       return;
     }
     Request request;
-    if (!past_.empty() && random_.chance(1, 6)) {
+    if (!past_.empty() && random_.chance(1, 3)) {
       request.id = past_[random_.below(past_.size())];
       const auto among = [&](const std::vector<RequestId>& ids) {
         return std::find(ids.begin(), ids.end(), request.id) != ids.end();
@@ -464,7 +464,9 @@ class WorldRun {
       std::erase(leaving_, request.id);
       life_.judge->forget(request.id);
       if (request.rejected) continue;
-      if (past_.size() < 32) past_.push_back(request.id);
+      // Their jobs may still be running.
+      past_.push_back(request.id);
+      if (past_.size() > 3) past_.pop_front();
       std::vector<std::uint32_t> tokens = std::move(prompts_[raw(request.id)]);
       tokens.insert(tokens.end(), request.output.begin(), request.output.end());
       if (request.aborted) continue;
@@ -547,9 +549,9 @@ class WorldRun {
       const std::uint32_t computed = trail.size() - 1;
       const std::uint32_t end = computed - computed % step_tokens_;
       if (const auto missing = objects_.missing(trail, 0, end)) {
-        // A request that leaves before its next step never offers its last state.
+        // A request that leaves before its next step never offers its last state, and long steps pass states by.
         const bool state = objects_.groups()[raw(missing->group)].kind == GroupModel::Kind::kState;
-        if (state && config_.engine.offer_states_late) continue;
+        if (state && (config_.engine.offer_states_late || !config_.engine.aligned_steps)) continue;
         fail("not stored", "a request of " + std::to_string(computed) + " computed tokens is not stored up to " +
                                std::to_string(end) + ": group " + std::to_string(raw(missing->group)) + ", chunk " +
                                std::to_string(missing->chunk) + " of request " + std::to_string(raw(done.id)));
@@ -586,7 +588,7 @@ class WorldRun {
   std::uint64_t next_request_ = 1;
   std::vector<RequestId> live_;
   std::vector<RequestId> leaving_;  // aborted, but not gone yet
-  std::vector<RequestId> past_;
+  std::deque<RequestId> past_;      // ended lately
   std::vector<FinishedRequest> finished_;
   std::vector<std::string> keys_;
 };

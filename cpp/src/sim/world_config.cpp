@@ -123,6 +123,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.engine.max_running = static_cast<std::uint32_t>(random.between(1, 5));
   config.engine.keep_blocks_of_aborted_loads = random.chance(1, 2);
   config.engine.offer_states_late = random.chance(1, 3);
+  config.engine.aligned_steps = random.chance(3, 4);
 
   StoreSchedulerOptions& scheduler = config.scheduler;
   scheduler.lookup_timeout = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
@@ -181,6 +182,7 @@ std::string WorldConfig::describe() const {
   }
   text += "; budget " + std::to_string(engine.token_budget) + ", running " + std::to_string(engine.max_running);
   text += dashes(engine.local_cache, "local cache") + dashes(engine.offer_states_late, "late offers") +
+          dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +
           dashes(scheduler.detach_quarantined_loads, "detached loads") + dashes(clean, "clean") +
           dashes(hold_reports, "held reports") + dashes(reorder_reports, "reordered reports");

@@ -26,6 +26,7 @@ struct EngineOptions {
   bool pump_workers = true;              // false: threads of their own do it
   bool keep_blocks_of_aborted_loads = true;   // until the load ends; false: only the job's references hold them
   bool offer_states_late = false;        // in the step after the one that computes them
+  bool aligned_steps = true;             // a prefill step ends where a state can be kept; false: anywhere
 };
 
 struct Request {
