@@ -126,6 +126,13 @@ std::shared_ptr<StoreHandle> mooncake_store(
   return handle;
 }
 
+// A kind as a Python keyword.
+std::string fault_name(FaultKind kind) {
+  std::string name(to_string(kind));
+  std::replace(name.begin(), name.end(), ' ', '_');
+  return name;
+}
+
 FaultPlan fault_plan(std::uint64_t seed, double delay_seconds, double late_seconds,
                      double lookup_late_seconds, const nb::kwargs& chances) {
   FaultPlan plan;
@@ -133,9 +140,10 @@ FaultPlan fault_plan(std::uint64_t seed, double delay_seconds, double late_secon
   plan.delay = to_duration(delay_seconds, "delay_seconds");
   plan.late = to_duration(late_seconds, "late_seconds");
   plan.lookup_late = to_duration(lookup_late_seconds, "lookup_late_seconds");
-  std::vector<std::string_view> names;
+  std::vector<std::string> words;
   for (std::size_t kind = 0; kind < kNumFaultKinds; ++kind)
-    names.push_back(to_string(static_cast<FaultKind>(kind)));
+    words.push_back(fault_name(static_cast<FaultKind>(kind)));
+  const std::vector<std::string_view> names(words.begin(), words.end());
   ProblemList problems;
   for (const auto [key, value] : chances) {
     const auto name = nb::cast<std::string>(key);
@@ -176,8 +184,7 @@ std::shared_ptr<StoreHandle> inject_faults(const std::shared_ptr<StoreHandle>& i
   handle->faults = [injector, locked] {
     const auto lock = locked->lock();
     Counters table;
-    for (const FaultCount& row : injector->table())
-      table[std::string(to_string(row.kind))] = row.raised;
+    for (const FaultCount& row : injector->table()) table[fault_name(row.kind)] = row.raised;
     return table;
   };
   handle->release_hung = [injector, locked] {

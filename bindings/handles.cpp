@@ -115,7 +115,10 @@ BoundWorker::~BoundWorker() {
     const nb::gil_scoped_release released;
     report = close_once({});
   }
-  if (report.unquiet != 0) map_object_.release();
+  if (report.unquiet == 0) return;
+  // Kept on purpose until the process ends, so no leak to warn of.
+  nb::set_leak_warnings(false);
+  map_object_.release();
 }
 
 // The thread does not exist in a forked child, and Mooncake does not work there.

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from .. import _core
+from .. import MemoryPool, __version__, memory_store
 from . import audit, engine, report, workload
 
 # Both variants with room to spare, so that the master evicts nothing.
@@ -78,9 +78,9 @@ def _in_memory() -> tuple[str, list[report.Row]]:
     rows = []
     for name in workload.VARIANTS:
         variant = workload.variant(name)
-        pool = _core.MemoryPool()
-        filled = engine.fill(variant, _core.memory_store(pool))
-        loaded = engine.load(variant, _core.memory_store(pool), filled["histories"])
+        pool = MemoryPool()
+        filled = engine.fill(variant, memory_store(pool))
+        loaded = engine.load(variant, memory_store(pool), filled["histories"])
         rows.append(_judge(variant, filled, loaded, audit.pool_objects(pool)))
     return "memory", rows
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
         return 1 if failures else 0
 
-    print(f"kvprism {_core.__version__} on {store}\n")
+    print(f"kvprism {__version__} on {store}\n")
     for row in rows:
         print(f"-- {row['variant']}: {' + '.join(group['kind'] for group in row['groups'])}")
         print(report.show(row), "\n")

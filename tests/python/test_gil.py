@@ -1,0 +1,130 @@
+"""Calls that wait, scan or copy let other Python threads run meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import configs
+import kvprism
+import numpy as np
+import pytest
+from kvprism import sim
+from store_helpers import Rank, hashes, schema
+
+
+class Ticker:
+    """A thread that would like to run every millisecond, and notes the longest it could not."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._last = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.longest = max(self.longest, now - self._last)
+        self._last = now
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.001):
+            self._tick()
+
+    def __enter__(self) -> Ticker:
+        self._last = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._tick()
+
+
+def lets_others_run(call: Callable[[], object], at_least: float) -> None:
+    """A call that holds the GIL makes a gap of its own length; a busy machine may, once."""
+    gaps = []
+    for _ in range(3):
+        with Ticker() as ticker:
+            begin = time.monotonic()
+            call()
+            length = time.monotonic() - begin
+        assert length > at_least, "too short to tell anything"
+        if ticker.longest < length / 2:
+            return
+        gaps.append((ticker.longest, length))
+    pytest.fail(f"other threads stood still for (gap, call): {gaps}")
+
+
+class BigEngine:
+    """An engine whose steps take a while."""
+
+    def __init__(self) -> None:
+        group = configs.attention(layers=[f"f{i}" for i in range(32)], block_size=64)
+        groups = kvprism.Projection(
+            kvprism.CacheConfig.from_dict(configs.config(group, num_blocks=200))
+        )
+        store = kvprism.memory_store()
+        keys = schema(groups)
+        memory = sim.SimMemory(groups)
+        self.engine = sim.Engine(
+            kvprism.StoreScheduler(keys, store, saves=False),
+            kvprism.StoreWorker(keys, memory.segment_map(), store),
+            memory,
+            local_cache=False,
+            token_budget=1 << 16,
+        )
+        self.next = 1
+
+    def submit(self, tokens: int, output: int = 1) -> None:
+        self.engine.submit(self.next, np.full(tokens, self.next), output)
+        self.next += 1
+
+
+def test_a_wait_for_reports() -> None:
+    rank = Rank()
+    lets_others_run(lambda: rank.worker.wait(0.5), 0.4)
+
+
+def test_running_an_engine() -> None:
+    big = BigEngine()
+
+    def run() -> None:
+        for _ in range(4):
+            big.submit(10_000)
+        assert big.engine.run_until_idle(60.0)
+
+    lets_others_run(run, 0.1)
+    assert big.engine.close() == 0
+
+
+def test_one_step_and_a_look_at_everything() -> None:
+    big = BigEngine()
+
+    def step() -> None:
+        big.submit(12_000)
+        while big.engine.unfinished():
+            big.engine.step()
+
+    lets_others_run(step, 0.05)
+    big.submit(12_000, 500)
+    while big.engine.stats()["generated_tokens"] < 4:
+        big.engine.step()
+    lets_others_run(big.engine.verify_all, 0.02)
+
+
+def test_end_of_a_step_with_many_lookups() -> None:
+    rank = Rank()
+    tokens = list(range(200_000))
+    digests = np.frombuffer(b"".join(hashes(tokens)), dtype=np.uint8).reshape(-1, 32)
+
+    def look() -> None:
+        for request in range(20):
+            rank.scheduler.lookup(request, len(tokens), digests)
+        rank.scheduler.end_step()
+        for request in range(20):
+            rank.scheduler.finished(request)
+
+    lets_others_run(look, 0.05)

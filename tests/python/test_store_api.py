@@ -1,0 +1,418 @@
+"""Scheduler, worker and stores as an engine written in Python uses them."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import kvprism
+import numpy as np
+import pytest
+from store_helpers import BLOCK, NUM_BLOCKS, Rank, hashes, projection, schema
+
+TOKENS = list(range(13))  # three whole blocks
+
+
+def test_bytes_travel_through_the_store() -> None:
+    pool = kvprism.MemoryPool()
+    first = Rank(pool)
+    random = np.random.default_rng(5)
+    first.memory[:] = random.integers(256, size=first.memory.shape, dtype=np.uint8)
+    plan = first.save(TOKENS, [3, 1, 7])
+    assert len(plan) == 1
+    assert plan.num_blocks == 3
+
+    objects = dict(pool.objects())
+    names = first.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))
+    assert set(objects) == set(names)
+    for name, block in zip(names, (3, 1, 7), strict=True):
+        assert pool.read(name) == first.memory[:, block].tobytes()
+    first.close()
+
+    second = Rank(pool)
+    assert second.lookup(TOKENS) == 12
+    job = second.scheduler.allocated(2, 12, [[5, 6, 2]])
+    assert job is not None
+    assert sorted(second.scheduler.take_acquired()) == [2, 5, 6]
+    plan = second.scheduler.end_step()
+    # As bytes, as it would reach another process.
+    assert second.worker.submit(plan.encode(), kvprism.ReadyToken.host())
+    report = second.worker.wait(10.0)
+    assert report is not None
+    second.scheduler.report(report)
+    (end,) = second.scheduler.take_load_ends()
+    assert (end.request, end.job, end.valid_tokens) == (2, job, 12)
+    assert end.complete
+    assert end.blocks_quiet
+    assert end.failed == []
+    assert sorted(second.scheduler.take_released()) == [2, 5, 6]
+    for source, target in ((3, 5), (1, 6), (7, 2)):
+        assert (second.memory[:, target] == first.memory[:, source]).all()
+    untouched = [b for b in range(NUM_BLOCKS) if b not in (2, 5, 6)]
+    assert not second.memory[:, untouched].any()
+    second.scheduler.finished(2)
+    assert second.scheduler.tracked() == 0
+    second.close()
+
+
+def test_a_failed_block_is_named() -> None:
+    pool = kvprism.MemoryPool()
+    first = Rank(pool)
+    first.save(TOKENS, [3, 1, 7])
+    second = Rank(pool)
+    assert second.lookup(TOKENS) == 12
+    names = second.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))
+    assert pool.erase(names[1])
+    second.scheduler.allocated(2, 12, [[5, 6, 2]])
+    second.step()
+    (end,) = second.scheduler.take_load_ends()
+    assert end.valid_tokens == 4
+    assert not end.complete
+    assert [(int(f.group), f.chunk, f.block) for f in end.failed] == [(0, 1, 6)]
+    assert second.scheduler.counters()["load_races"] == 1
+
+
+ROWS = {
+    "list": [3, 1, 7],
+    "tuple": (3, 1, 7),
+    "range": range(3, 6),
+    "int32": np.array([3, 1, 7], dtype=np.int32),
+    "int64": np.array([3, 1, 7], dtype=np.int64),
+    "uint64": np.array([3, 1, 7], dtype=np.uint64),
+    "strided": np.array([3, 0, 1, 0, 7, 0], dtype=np.int32)[::2],
+    "bytes": np.array([3, 1, 7], dtype=np.int32).tobytes(),
+    "memoryview": memoryview(np.array([3, 1, 7], dtype=np.int32)),
+    "numpy ints": [np.int64(3), np.int32(1), 7],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_form_of_a_row_means_the_same(kind: str) -> None:
+    blocks = list(ROWS["range"]) if kind == "range" else ROWS["list"]
+    pool = kvprism.MemoryPool()
+    rank = Rank(pool)
+    rank.memory[:] = np.arange(NUM_BLOCKS, dtype=np.uint8)[None, :, None]
+    rank.save(TOKENS, ROWS[kind])
+    names = rank.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))
+    assert [pool.read(name)[0] for name in names] == blocks  # type: ignore[index]
+
+
+def test_every_form_of_hashes_means_the_same() -> None:
+    digests = hashes(TOKENS)
+    flat = b"".join(digests)
+    forms = {
+        "list": digests,
+        "tuple": tuple(digests),
+        "flat bytes": flat,
+        "shape (count, width)": np.frombuffer(flat, dtype=np.uint8).reshape(3, 32),
+        "items": np.frombuffer(flat, dtype="V32"),
+    }
+    keys = {}
+    for name, form in forms.items():
+        pool = kvprism.MemoryPool()
+        rank = Rank(pool)
+        rank.scheduler.advanced(1, 12, form)
+        assert rank.scheduler.known_hashes(1) == 3
+        rank.scheduler.save(1, (0, 12), [[1, 2, 3]])
+        rank.step()
+        keys[name] = [key for key, _ in pool.objects()]
+    assert set(map(tuple, keys.values())) == {tuple(keys["list"])}
+
+
+def test_flat_hashes_of_another_width() -> None:
+    rank = Rank(hash_width=16)
+    rank.scheduler.advanced(1, 12, b"".join(hashes(TOKENS, 16)))
+    assert rank.scheduler.known_hashes(1) == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([[3, "x", 7]], r"rows\[0\]\[1\] = 'x': expected a block id of 32 bits"),
+        ([[3, 2**31, 7]], r"rows\[0\]\[1\] = 2147483648: expected a block id of 32 bits"),
+        ([[3, 2**70]], r"rows\[0\]\[1\] = 1180591620717411303424: expected a block id"),
+        ([np.array([1, 2**40])], r"rows\[0\]\[1\] = 1099511627776: expected a block id"),
+        ([np.array([1.5])], r"rows\[0\] = buffer of shape \(1\), format 'd': expected integers"),
+        ([np.zeros((2, 2), np.int32)], r"rows\[0\] = buffer .*: expected one dimension"),
+        ([b"abc"], r"rows\[0\] = buffer of shape \(3\).*: expected 32-bit integers"),
+        ([7], r"rows\[0\] = 7: expected a sequence"),
+        (7, r"rows = 7: expected a sequence"),
+        (["abc"], r"rows\[0\] = 'abc': expected a sequence"),
+    ],
+)
+def test_a_bad_row_is_named(rows: object, text: str) -> None:
+    rank = Rank()
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    with pytest.raises(kvprism.ArgumentError, match=text):
+        rank.scheduler.save(1, (0, 12), rows)
+    # It has done no harm.
+    assert rank.scheduler.wants_save(1) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ([b"short"], r"hashes\[0\] = 5 bytes: expected 16 to 64 bytes"),
+        ([bytes(16), bytes(17)], r"hashes\[1\] = 17 bytes: expected 16 bytes as the others"),
+        ([bytes(16), "x"], r"hashes\[1\] = 'x': expected bytes"),
+        (bytes(33), r"hashes = buffer of shape \(33\).*: expected shape \(count, width\)"),
+        (np.zeros((2, 8), np.uint8), r"hashes = buffer of shape \(2, 8\)"),
+        (np.zeros((4, 32), np.uint8)[::2], r"hashes = .*: expected a contiguous array"),
+        (12, r"hashes = 12: expected a sequence"),
+    ],
+)
+def test_bad_hashes_are_named(bad: object, text: str) -> None:
+    with pytest.raises(kvprism.ArgumentError, match=text):
+        Rank().scheduler.advanced(1, 12, bad)
+
+
+def test_hashes_that_are_known_are_not_read_again() -> None:
+    rank = Rank()
+    digests = hashes(TOKENS)
+    assert rank.scheduler.lookup(1, len(TOKENS), digests) is None
+    # Only their number and width count.
+    assert rank.scheduler.lookup(1, len(TOKENS), [b"", b"", digests[2]]) is None
+    assert rank.scheduler.known_hashes(1) == 3
+
+
+def test_a_plan_pickles_and_decodes() -> None:
+    rank = Rank()
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    rank.scheduler.save(1, (0, 12), [[1, 2, 3]])
+    plan = rank.scheduler.end_step()
+    copies = (pickle.loads(pickle.dumps(plan)), kvprism.StepPlan.decode(plan.encode()))
+    for copy in copies:
+        assert (len(copy), copy.step, copy.epoch, copy.num_blocks) == (1, 1, plan.epoch, 3)
+        assert copy.encode() == plan.encode()
+    # At an address that is no multiple of 8.
+    shifted = memoryview(b"x" + plan.encode())[1:]
+    assert kvprism.StepPlan.decode(shifted).encode() == plan.encode()
+    assert not Rank().scheduler.end_step()
+
+
+@pytest.mark.parametrize("cut", [0, 7, 40, -1])
+def test_a_truncated_plan_is_refused(cut: int) -> None:
+    rank = Rank()
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    rank.scheduler.save(1, (0, 12), [[1, 2, 3]])
+    encoded = rank.scheduler.end_step().encode()[:cut]
+    with pytest.raises(kvprism.Error):
+        kvprism.StepPlan.decode(encoded)
+    result = rank.worker.submit(encoded, kvprism.ReadyToken.host())
+    assert not result
+    assert result.refusal
+    assert rank.worker.counters()["plans_refused"] == 1
+
+
+def test_a_plan_of_another_configuration_is_refused_and_its_job_ends() -> None:
+    rank, other = Rank(), Rank()
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    rank.scheduler.save(1, (0, 12), [[1, 2, 3]])
+    encoded = bytearray(rank.scheduler.end_step().encode())
+    where = encoded.find(bytes.fromhex(rank.projection.digest))
+    assert where > 0
+    encoded[where] ^= 1
+    result = other.worker.submit(encoded, kvprism.ReadyToken.host())
+    assert not result.accepted
+    assert rank.projection.digest in result.refusal
+    report = other.worker.wait(10.0)
+    assert report is not None
+    rank.scheduler.report(report)
+    assert rank.scheduler.counters()["ledger"]["alive"] == 0
+
+
+def test_what_is_neither_plan_nor_bytes_is_refused() -> None:
+    rank = Rank()
+    with pytest.raises(kvprism.ArgumentError, match="plan = 7: expected bytes or a buffer"):
+        rank.worker.submit(7, kvprism.ReadyToken.host())  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        rank.worker.submit(rank.scheduler.end_step())  # type: ignore[call-overload]
+
+
+def test_odd_reports_are_counted() -> None:
+    rank = Rank()
+    rank.scheduler.report(b"what is this")
+    rank.scheduler.report(b"")
+    assert rank.scheduler.counters()["reports_malformed"] == 1
+
+
+def test_options_are_checked_all_at_once() -> None:
+    groups = projection()
+    with pytest.raises(kvprism.ConfigError) as caught:
+        kvprism.StoreScheduler(
+            schema(groups), kvprism.memory_store(), epoch=0, ranks=65, load_timeout_seconds=0
+        )
+    assert {p.path for p in caught.value.problems} == {"epoch", "ranks", "load_timeout"}
+    for seconds in (-1.0, float("nan")):
+        with pytest.raises(kvprism.ArgumentError, match="load_timeout_seconds"):
+            kvprism.StoreScheduler(
+                schema(groups), kvprism.memory_store(), load_timeout_seconds=seconds
+            )
+
+
+def test_each_side_of_a_store_has_one_owner() -> None:
+    rank = Rank()
+    with pytest.raises(kvprism.ArgumentError, match="make one store object for each scheduler"):
+        kvprism.StoreScheduler(rank.schema, rank.store)
+    # A scheduler that could not be made does not keep the index.
+    store = kvprism.memory_store()
+    with pytest.raises(kvprism.Error):
+        kvprism.StoreScheduler(rank.schema, store, epoch=0)
+    kvprism.StoreScheduler(rank.schema, store)
+
+
+def test_use_after_close() -> None:
+    rank = Rank()
+    plan = rank.scheduler.end_step()
+    rank.close()
+    rank.close()
+    calls = [
+        lambda: rank.scheduler.end_step(),
+        lambda: rank.scheduler.lookup(1, 13, hashes(TOKENS)),
+        lambda: rank.scheduler.counters(),
+        lambda: rank.scheduler.report(b""),
+        lambda: rank.worker.submit(plan, kvprism.ReadyToken.host()),
+        lambda: rank.worker.submit(plan.encode(), kvprism.ReadyToken.host()),
+        lambda: rank.worker.wait(0.0),
+    ]
+    for call in calls:
+        with pytest.raises(kvprism.ClosedError):
+            call()
+    store = kvprism.memory_store()
+    assert store.close() == 0
+    with pytest.raises(kvprism.ClosedError):
+        kvprism.StoreScheduler(rank.schema, store)
+
+
+def test_close_cancels_what_has_not_started() -> None:
+    rank = Rank(store=kvprism.inject_faults(kvprism.memory_store(), hang=1.0))
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    rank.scheduler.save(1, (0, 12), [[1, 2, 3]])
+    assert rank.worker.submit(rank.scheduler.end_step(), kvprism.ReadyToken.host())
+    while rank.worker.counters()["puts"] == 0:
+        rank.worker.wait(0.01)
+    assert rank.worker.close(0.0) == 1  # memory that a hung call may read
+    report = rank.worker.poll()
+    assert report is not None
+    rank.scheduler.report(report)
+    assert rank.scheduler.counters()["save_chunks_failed"] == 3
+
+
+def test_faults_are_named_and_counted() -> None:
+    with pytest.raises(kvprism.ArgumentError) as caught:
+        kvprism.inject_faults(kvprism.memory_store(), fail_cal=0.5, delay=2.0, hang="x")
+    assert {p.path for p in caught.value.problems} == {"fail_cal", "delay", "hang"}
+    assert "fail_call" in str(caught.value)
+
+    store = kvprism.inject_faults(kvprism.memory_store(), fail_call=1.0)
+    rank = Rank(store=store)
+    rank.save(TOKENS, [1, 2, 3])
+    assert rank.store.faults()["fail_call"] == 1
+    assert rank.scheduler.counters()["save_chunks_failed"] == 3
+    with pytest.raises(kvprism.ArgumentError):
+        kvprism.inject_faults(store)  # its sides have owners
+
+
+def test_one_call_at_a_time() -> None:
+    rank = Rank()
+    refused = []
+
+    def hammer() -> None:
+        for _ in range(300):
+            try:
+                rank.scheduler.end_step()
+            except kvprism.ArgumentError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=hammer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Whether any two met is up to the machine; none may do harm.
+    assert all("one call at a time" in text for text in refused)
+    rank.save(TOKENS, [1, 2, 3])
+
+
+def test_a_forked_child_is_refused() -> None:
+    program = """
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        from store_helpers import Rank
+        import kvprism
+        rank = Rank()
+        plan = rank.scheduler.end_step()
+        rank.worker.submit(plan, kvprism.ReadyToken.host())
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rank.worker.submit(plan, kvprism.ReadyToken.host())
+            except kvprism.ClosedError as error:
+                ok = "forked child" in str(error)
+            rank.worker.close()
+            os._exit(0 if ok else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        rank.close()
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), sys.path[0]],
+        check=True,
+        timeout=60,
+    )
+
+
+def test_known_builds() -> None:
+    builds = kvprism.known_mooncake_builds()
+    assert builds
+    assert any(build.exercised for build in builds)
+    for build in builds:
+        assert build.distribution.startswith("mooncake-transfer-engine")
+        assert int(build.build_id, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"master": "no port"}, "master"),
+        ({"master": "127.0.0.1:1", "protocol": "udp"}, "protocol"),
+        ({"master": "127.0.0.1:1", "unknown_build": "refus"}, "unknown_build"),
+        ({"master": "127.0.0.1:1", "connect_timeout_seconds": -1.0}, "connect_timeout_seconds"),
+    ],
+)
+def test_bad_mooncake_options_are_named(options: dict[str, object], path: str) -> None:
+    with pytest.raises(kvprism.Error) as caught:
+        kvprism.mooncake_store(**options)  # type: ignore[arg-type]
+    assert path in {problem.path for problem in caught.value.problems}
+
+
+def test_everything_public_is_documented() -> None:
+    from kvprism import sim
+
+    bare = []
+    for module in (kvprism, sim):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if name.startswith("__") or not callable(thing):
+                continue
+            if not thing.__doc__:
+                bare.append(name)
+            if not isinstance(thing, type) or issubclass(thing, BaseException):
+                continue
+            for member, value in vars(thing).items():
+                if not member.startswith("_") and not getattr(value, "__doc__", None):
+                    bare.append(f"{name}.{member}")
+    assert bare == []
+
+
+def test_blocks_of_a_window_that_are_gone_are_skipped() -> None:
+    """A null block in a row is never read."""
+    pool = kvprism.MemoryPool()
+    rank = Rank(pool)
+    rank.save(TOKENS, [3, 0, 7])
+    names = rank.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))
+    assert [pool.contains(name) for name in names] == [True, False, True]
+    assert rank.scheduler.counters()["sources_skipped"] == 1
+    assert rank.projection.scheduler_block_size == BLOCK
