@@ -220,3 +220,23 @@ def test_a_file_is_read_like_its_text(tmp_path: Path) -> None:
     read = kvprism.CacheConfig.from_file(str(path))
     assert read == kvprism.CacheConfig.from_dict(config(namespace="ä"))
     assert read.namespace == "ä"
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (kvprism.ConfigError, ValueError),
+        (kvprism.ArgumentError, ValueError),
+        (kvprism.NotFoundError, LookupError),
+        (kvprism.MismatchError, ValueError),
+        (kvprism.UnsupportedError, NotImplementedError),
+        (kvprism.UnavailableError, ConnectionError),
+        (kvprism.TimedOutError, TimeoutError),
+        (kvprism.ClosedError, ValueError),
+    ],
+)
+def test_every_error_has_a_built_in_base(error: type[kvprism.Error], builtin: type) -> None:
+    assert issubclass(error, kvprism.Error)
+    assert issubclass(error, builtin)
+    made = error("text")
+    assert (str(made), made.code, made.problems) == ("text", "", [])
