@@ -31,14 +31,17 @@ StoreUnderTest no_faults(const MemoryStoreOptions& options) {
   return test;
 }
 
-const MemoryStoreOptions kSlow{
-    .latency = milliseconds(2), .latency_per_kib = milliseconds(1), .lease = {}, .max_operations = 4};
+const MemoryStoreOptions kSlow{.latency = milliseconds(2),
+                               .latency_per_kib = milliseconds(1),
+                               .lease = {},
+                               .max_operations = 4};
 
 INSTANTIATE_TEST_SUITE_P(InProcess, StoreConformance,
                          testing::Values(StoreFactory{"memory", [] { return memory({}); }},
                                          StoreFactory{"slow_memory", [] { return memory(kSlow); }},
                                          StoreFactory{"no_faults", [] { return no_faults({}); }},
-                                         StoreFactory{"no_faults_slow", [] { return no_faults(kSlow); }}),
+                                         StoreFactory{"no_faults_slow",
+                                                      [] { return no_faults(kSlow); }}),
                          factory_name);
 
 }  // namespace

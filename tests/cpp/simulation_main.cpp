@@ -29,8 +29,11 @@ struct Arguments {
 };
 
 [[noreturn]] void usage(std::string_view what) {
-  fmt::print(stderr, "kvprism_simulation: {}\nusage: kvprism_simulation [--seeds N] [--events N] [--first-seed N] "
-                     "[--trace] [--stop-at-first] [--soak] [--mutant K]\n", what);
+  fmt::print(
+      stderr,
+      "kvprism_simulation: {}\nusage: kvprism_simulation [--seeds N] [--events N] [--first-seed N] "
+      "[--trace] [--stop-at-first] [--soak] [--mutant K]\n",
+      what);
   std::exit(2);
 }
 
@@ -68,14 +71,15 @@ Arguments parse(int argc, char** argv) {
 }
 
 void print_failure(const WorldResult& result, std::uint64_t seed, const Arguments& arguments) {
-  fmt::print("FAILED seed {} event {} [{}] {}\n  world: {}\n", seed, result.failed_at, result.invariant, result.failure,
-             result.config);
+  fmt::print("FAILED seed {} event {} [{}] {}\n  world: {}\n", seed, result.failed_at,
+             result.invariant, result.failure, result.config);
   WorldOptions again;
   again.seed = seed;
   again.events = arguments.events;
   again.trace_from = arguments.trace || result.failed_at < 50 ? 0 : result.failed_at - 50;
   for (const std::string& line : kvprism::sim::run_world(again).trace) fmt::print("  {}\n", line);
-  fmt::print("  rerun: kvprism_simulation --first-seed {} --seeds 1 --events {} --trace\n", seed, arguments.events);
+  fmt::print("  rerun: kvprism_simulation --first-seed {} --seeds 1 --events {} --trace\n", seed,
+             arguments.events);
 }
 
 // One row per kind. False when a kind never fired.
@@ -97,8 +101,8 @@ bool print_faults(const WorldTotals& totals) {
   return all;
 }
 
-// A store that lies about its bytes must not go unnoticed: otherwise nothing here is worth anything. Some lies touch
-// nobody, in a load that was aborted or cut short.
+// A store that lies about its bytes must not go unnoticed: otherwise nothing here is worth
+// anything. Some lies touch nobody, in a load that was aborted or cut short.
 bool lies_are_noticed() {
   std::uint32_t lied = 0;
   std::uint32_t noticed = 0;
@@ -107,7 +111,8 @@ bool lies_are_noticed() {
     options.seed = seed;
     options.silent_corrupt = true;
     const WorldResult result = kvprism::sim::run_world(options);
-    const bool told = result.totals.faults[static_cast<std::size_t>(kvprism::FaultKind::kSilentCorrupt)] > 0;
+    const bool told =
+        result.totals.faults[static_cast<std::size_t>(kvprism::FaultKind::kSilentCorrupt)] > 0;
     lied += told || !result.passed ? 1 : 0;
     noticed += result.passed ? 0 : 1;
   }
@@ -122,7 +127,8 @@ int main(int argc, char** argv) {
   WorldTotals totals;
   std::uint64_t passed = 0;
   std::uint64_t failed = 0;
-  for (std::uint64_t seed = arguments.first_seed; seed < arguments.first_seed + arguments.seeds; ++seed) {
+  for (std::uint64_t seed = arguments.first_seed; seed < arguments.first_seed + arguments.seeds;
+       ++seed) {
     WorldOptions options;
     options.seed = seed;
     options.events = arguments.events;
@@ -136,9 +142,11 @@ int main(int argc, char** argv) {
     if (failed <= 3) print_failure(result, seed, arguments);
     if (!arguments.keep_going) break;
   }
-  fmt::print("{} events, {} requests ({} finished, {} aborted), {} jobs, {} loads, {} objects checked, {} clean worlds\n",
-             totals.events, totals.requests, totals.finished, totals.aborted, totals.jobs, totals.loads,
-             totals.objects_checked, totals.clean_worlds);
+  fmt::print(
+      "{} events, {} requests ({} finished, {} aborted), {} jobs, {} loads, {} objects checked, {} "
+      "clean worlds\n",
+      totals.events, totals.requests, totals.finished, totals.aborted, totals.jobs, totals.loads,
+      totals.objects_checked, totals.clean_worlds);
   fmt::print("{} tokens computed, {} hit locally, {} hit in the store\n", totals.computed_tokens,
              totals.local_hit_tokens, totals.external_hit_tokens);
   const bool all_kinds = print_faults(totals);

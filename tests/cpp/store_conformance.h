@@ -1,4 +1,5 @@
-// What every object store must do, whatever is behind it. A test program instantiates the suite with its backends.
+// What every object store must do, whatever is behind it. A test program instantiates the suite
+// with its backends.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -31,7 +32,9 @@ struct StoreFactory {
   std::function<StoreUnderTest()> make;
 };
 
-inline std::string factory_name(const testing::TestParamInfo<StoreFactory>& info) { return info.param.name; }
+inline std::string factory_name(const testing::TestParamInfo<StoreFactory>& info) {
+  return info.param.name;
+}
 
 class StoreConformance : public testing::TestWithParam<StoreFactory> {
  protected:
@@ -59,7 +62,8 @@ class StoreConformance : public testing::TestWithParam<StoreFactory> {
 
   std::byte* at(std::size_t offset) { return memory_.get() + offset; }
   void fill(std::size_t offset, std::size_t bytes, unsigned seed) {
-    for (std::size_t i = 0; i < bytes; ++i) at(offset)[i] = static_cast<std::byte>(seed * 31 + i * 7 + (i >> 8));
+    for (std::size_t i = 0; i < bytes; ++i)
+      at(offset)[i] = static_cast<std::byte>(seed * 31 + i * 7 + (i >> 8));
   }
   bool holds(std::size_t offset, std::size_t bytes, unsigned seed) {
     for (std::size_t i = 0; i < bytes; ++i) {
@@ -68,10 +72,12 @@ class StoreConformance : public testing::TestWithParam<StoreFactory> {
     return true;
   }
   std::string key(const std::string& name) const {
-    return test_.key_prefix + testing::UnitTest::GetInstance()->current_test_info()->name() + "-" + name;
+    return test_.key_prefix + testing::UnitTest::GetInstance()->current_test_info()->name() + "-" +
+           name;
   }
 
-  static void add(ObjectBatch& batch, const std::string& key, const std::vector<Segment>& segments) {
+  static void add(ObjectBatch& batch, const std::string& key,
+                  const std::vector<Segment>& segments) {
     batch.keys.append() = key;
     batch.segments.insert(batch.segments.end(), segments.begin(), segments.end());
     batch.ends.push_back(static_cast<std::uint32_t>(batch.segments.size()));
@@ -139,7 +145,8 @@ class StoreConformance : public testing::TestWithParam<StoreFactory> {
     for (const ItemResult& item : end.items) all.push_back(item.status);
     return all;
   }
-  std::vector<ItemStatus> put(const std::vector<std::pair<std::string, std::vector<Segment>>>& items) {
+  std::vector<ItemStatus> put(
+      const std::vector<std::pair<std::string, std::vector<Segment>>>& items) {
     auto batch = std::make_unique<ObjectBatch>();
     for (const auto& [name, segments] : items) add(*batch, name, segments);
     const OpId op = next();
@@ -147,7 +154,8 @@ class StoreConformance : public testing::TestWithParam<StoreFactory> {
     EXPECT_EQ(batch, nullptr);
     return statuses(wait(op));
   }
-  std::vector<ItemStatus> get(const std::vector<std::pair<std::string, std::vector<Segment>>>& items) {
+  std::vector<ItemStatus> get(
+      const std::vector<std::pair<std::string, std::vector<Segment>>>& items) {
     auto batch = std::make_unique<ObjectBatch>();
     for (const auto& [name, segments] : items) add(*batch, name, segments);
     const OpId op = next();
@@ -173,7 +181,8 @@ TEST_P(StoreConformance, RoundTripOverSegments) {
   fill(0, 4096, 1);
   EXPECT_EQ(put({{key("a"), {{at(0), 1024}, {at(2048), 512}}}, {key("b"), {{at(1024), 1000}}}}),
             (S{ItemStatus::kOk, ItemStatus::kOk}));
-  EXPECT_EQ(exists({key("a"), key("c"), key("b")}), (S{ItemStatus::kOk, ItemStatus::kMissing, ItemStatus::kOk}));
+  EXPECT_EQ(exists({key("a"), key("c"), key("b")}),
+            (S{ItemStatus::kOk, ItemStatus::kMissing, ItemStatus::kOk}));
   // Other segments than at the put: an object is a run of bytes.
   EXPECT_EQ(get({{key("b"), {{at(8192), 1}, {at(8300), 999}}}, {key("a"), {{at(10240), 1536}}}}),
             (S{ItemStatus::kOk, ItemStatus::kOk}));
@@ -229,7 +238,9 @@ TEST_P(StoreConformance, OldBytesStay) {
 TEST_P(StoreConformance, MissingBesidePresent) {
   fill(0, 512, 1);
   EXPECT_EQ(put({{key("a"), {{at(0), 512}}}}), S{ItemStatus::kOk});
-  EXPECT_EQ(get({{key("x"), {{at(1024), 512}}}, {key("a"), {{at(2048), 512}}}, {key("y"), {{at(4096), 512}}}}),
+  EXPECT_EQ(get({{key("x"), {{at(1024), 512}}},
+                 {key("a"), {{at(2048), 512}}},
+                 {key("y"), {{at(4096), 512}}}}),
             (S{ItemStatus::kMissing, ItemStatus::kOk, ItemStatus::kMissing}));
   EXPECT_TRUE(holds(2048, 512, 1));
 }
@@ -246,16 +257,17 @@ TEST_P(StoreConformance, AnotherSizeIsNoSuccess) {
 TEST_P(StoreConformance, InvalidBesideValid) {
   std::vector<std::byte> foreign(64);
   fill(0, 512, 1);
-  EXPECT_EQ(put({{"", {{at(0), 64}}},
-                 {key("none"), {}},
-                 {key("zero"), {{at(0), 64}, {at(64), 0}}},
-                 {key("foreign"), {{foreign.data(), 64}}},
-                 {key("edge"), {{at(kBytes - 63), 64}}},
-                 {key("before"), {{at(0) - 1, 64}}},
-                 {key("huge"), {{at(0), SIZE_MAX}}},
-                 {key("good"), {{at(0), 64}}}}),
-            (S{ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid,
-               ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kOk}));
+  EXPECT_EQ(
+      put({{"", {{at(0), 64}}},
+           {key("none"), {}},
+           {key("zero"), {{at(0), 64}, {at(64), 0}}},
+           {key("foreign"), {{foreign.data(), 64}}},
+           {key("edge"), {{at(kBytes - 63), 64}}},
+           {key("before"), {{at(0) - 1, 64}}},
+           {key("huge"), {{at(0), SIZE_MAX}}},
+           {key("good"), {{at(0), 64}}}}),
+      (S{ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid,
+         ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kInvalid, ItemStatus::kOk}));
   EXPECT_EQ(exists({key("foreign"), "", key("good"), key("edge")}),
             (S{ItemStatus::kMissing, ItemStatus::kInvalid, ItemStatus::kOk, ItemStatus::kMissing}));
   EXPECT_EQ(get({{key("good"), {{foreign.data(), 64}}}, {key("good"), {{at(1024), 64}}}}),
@@ -348,7 +360,8 @@ TEST_P(StoreConformance, CloseDrainsAndThenRefuses) {
   for (const OpId op : ops) {
     const End& end = wait(op);
     ASSERT_EQ(end.items.size(), 1U);
-    EXPECT_TRUE(end.items[0].status == ItemStatus::kOk || end.items[0].status == ItemStatus::kCancelled);
+    EXPECT_TRUE(end.items[0].status == ItemStatus::kOk ||
+                end.items[0].status == ItemStatus::kCancelled);
   }
   EXPECT_EQ(wait(lookup).items.size(), 1U);
 
@@ -373,7 +386,9 @@ TEST_P(StoreConformance, Regions) {
   EXPECT_THROW(test_.store->add_region({at(0), 0, -1}), Error);
 }
 
-TEST_P(StoreConformance, CapabilitiesHaveAName) { EXPECT_FALSE(test_.store->capabilities().name.empty()); }
+TEST_P(StoreConformance, CapabilitiesHaveAName) {
+  EXPECT_FALSE(test_.store->capabilities().name.empty());
+}
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(StoreConformance);
 

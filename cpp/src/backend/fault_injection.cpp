@@ -77,22 +77,25 @@ std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
 }
 
 constexpr bool whole_call(FaultKind fault) noexcept {
-  return fault == FaultKind::kFailCall || fault == FaultKind::kUnavailable || fault == FaultKind::kLookupFailed;
+  return fault == FaultKind::kFailCall || fault == FaultKind::kUnavailable ||
+         fault == FaultKind::kLookupFailed;
 }
 
 // Faults that change what arrived, after it has.
 constexpr bool changes_result(FaultKind fault) noexcept {
-  return fault == FaultKind::kTruncate || fault == FaultKind::kCorrupt || fault == FaultKind::kSilentCorrupt ||
-         fault == FaultKind::kLeaseLost || fault == FaultKind::kDuplicate;
+  return fault == FaultKind::kTruncate || fault == FaultKind::kCorrupt ||
+         fault == FaultKind::kSilentCorrupt || fault == FaultKind::kLeaseLost ||
+         fault == FaultKind::kDuplicate;
 }
 
 }  // namespace
 
 std::string_view to_string(FaultKind kind) noexcept {
   static constexpr std::array<std::string_view, kNumFaultKinds> kNames{
-      "fail call",   "fail items",     "unavailable", "delay",         "hang",        "land late", "refuse",
-      "truncate",    "corrupt",        "silent corrupt", "late quiet", "vanished",    "not ready", "lease lost",
-      "no space",    "duplicate",      "lookup failed",  "lookup late", "lookup refused"};
+      "fail call",  "fail items",    "unavailable", "delay",         "hang",
+      "land late",  "refuse",        "truncate",    "corrupt",       "silent corrupt",
+      "late quiet", "vanished",      "not ready",   "lease lost",    "no space",
+      "duplicate",  "lookup failed", "lookup late", "lookup refused"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNames.size() ? kNames[at] : "unknown";
 }
@@ -108,12 +111,12 @@ struct FaultInjector::Impl {
     std::unique_ptr<ObjectBatch> batch;  // the caller's, while the inner store has not got it
     bool partial = false;                // some items are withheld; the inner store gets `part`
     std::unique_ptr<ObjectBatch> part;
-    std::vector<std::uint32_t> passed;   // positions of the items in `part`
+    std::vector<std::uint32_t> passed;  // positions of the items in `part`
     std::vector<ItemResult> items;
     Instant due{};
     Instant deadline{};
-    bool told = false;                   // the outcome
-    std::vector<std::byte> again;        // what a late quiet writes once more
+    bool told = false;             // the outcome
+    std::vector<std::byte> again;  // what a late quiet writes once more
   };
   using Operations = std::list<Operation>;
 
@@ -146,9 +149,13 @@ struct FaultInjector::Impl {
     return std::nullopt;
   }
 
-  Duration up_to(Duration most) { return {static_cast<std::int64_t>(1 + random.below(static_cast<std::uint64_t>(std::max<std::int64_t>(most.ns, 1))))}; }
+  Duration up_to(Duration most) {
+    return {static_cast<std::int64_t>(
+        1 + random.below(static_cast<std::uint64_t>(std::max<std::int64_t>(most.ns, 1))))};
+  }
 
-  bool start(Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  bool start(Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now,
+             Instant deadline) {
     Side& side = kind == Kind::kExists ? lookups : stores;
     if (side.closed) return false;
     const std::optional<FaultKind> fault = draw(kind);
@@ -189,7 +196,8 @@ struct FaultInjector::Impl {
     return true;
   }
 
-  bool pass_on(Side& side, Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  bool pass_on(Side& side, Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now,
+               Instant deadline) {
     const std::uint64_t inner = next_inner++;
     const std::size_t items = batch->keys.size();
     if (!start_inner(kind, inner, batch, now, deadline)) return false;
@@ -203,7 +211,8 @@ struct FaultInjector::Impl {
     return true;
   }
 
-  bool start_inner(Kind kind, std::uint64_t inner, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  bool start_inner(Kind kind, std::uint64_t inner, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                   Instant deadline) {
     switch (kind) {
       case Kind::kExists:
         return index->start_exists(OpId{inner}, batch, now, deadline);
@@ -257,7 +266,8 @@ struct FaultInjector::Impl {
       std::size_t rewritten = 0;
       if (!op.again.empty()) {
         for_each_good_segment(op, [&](const Segment& segment) {
-          std::copy_n(op.again.begin() + static_cast<std::ptrdiff_t>(rewritten), segment.length, segment.base);
+          std::copy_n(op.again.begin() + static_cast<std::ptrdiff_t>(rewritten), segment.length,
+                      segment.base);
           rewritten += segment.length;
         });
       }
@@ -282,7 +292,8 @@ struct FaultInjector::Impl {
     }
     Completion done;
     const bool is_index = &side == &lookups;
-    while (is_index ? index && index->poll_index(now, done) : store && store->poll_store(now, done)) {
+    while (is_index ? index && index->poll_index(now, done)
+                    : store && store->poll_store(now, done)) {
       inner_end(side, done, now);
       done = Completion();
     }
@@ -302,7 +313,8 @@ struct FaultInjector::Impl {
     }
     if (!done.quiet) {
       // What changes the bytes waits until nobody else writes them.
-      const bool later = op.fault && (changes_result(*op.fault) || *op.fault == FaultKind::kLateQuiet);
+      const bool later =
+          op.fault && (changes_result(*op.fault) || *op.fault == FaultKind::kLateQuiet);
       if (!op.told && !later) tell(side, op, false);
       return;
     }
@@ -360,7 +372,8 @@ struct FaultInjector::Impl {
       case FaultKind::kTruncate: {
         const Segment& last = op.batch->segments[first + (end - first) / 2];
         std::fill(last.base + last.length / 2, last.base + last.length, std::byte{0xdd});
-        for (std::uint32_t s = first + (end - first) / 2 + 1; s < end; ++s) spoil(op.batch->segments[s], 0xdd);
+        for (std::uint32_t s = first + (end - first) / 2 + 1; s < end; ++s)
+          spoil(op.batch->segments[s], 0xdd);
         op.items[item] = {ItemStatus::kFailed, 0};
         break;
       }
@@ -389,7 +402,8 @@ struct FaultInjector::Impl {
     return true;
   }
 
-  // What the inner store has not begun: cancelled, and quiet unless it pretends that native code still has it.
+  // What the inner store has not begun: cancelled, and quiet unless it pretends that native code
+  // still has it.
   void cancel_waiting(Side& side, CloseReport& report) {
     for (auto at = side.operations.begin(); at != side.operations.end();) {
       Operation& op = *at;
@@ -423,7 +437,8 @@ FaultInjector::~FaultInjector() = default;
 
 std::vector<FaultCount> FaultInjector::table() const {
   std::vector<FaultCount> rows;
-  for (std::size_t i = 0; i < kNumFaultKinds; ++i) rows.push_back({static_cast<FaultKind>(i), impl_->raised[i]});
+  for (std::size_t i = 0; i < kNumFaultKinds; ++i)
+    rows.push_back({static_cast<FaultKind>(i), impl_->raised[i]});
   return rows;
 }
 
@@ -444,10 +459,13 @@ void FaultInjector::release_hung() {
   }
 }
 
-bool FaultInjector::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool FaultInjector::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                                 Instant deadline) {
   return impl_->start(Kind::kExists, op, batch, now, deadline);
 }
-bool FaultInjector::poll_index(Instant now, Completion& out) { return impl_->poll(impl_->lookups, now, out); }
+bool FaultInjector::poll_index(Instant now, Completion& out) {
+  return impl_->poll(impl_->lookups, now, out);
+}
 
 CloseReport FaultInjector::close_index(Duration budget) {
   CloseReport report;
@@ -466,13 +484,17 @@ void FaultInjector::add_region(const Region& region) { impl_->store->add_region(
 void FaultInjector::remove_region(const Region& region) { impl_->store->remove_region(region); }
 void FaultInjector::set_wakeup(Wakeup wakeup) { impl_->store->set_wakeup(wakeup); }
 
-bool FaultInjector::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool FaultInjector::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                              Instant deadline) {
   return impl_->start(Kind::kPut, op, batch, now, deadline);
 }
-bool FaultInjector::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool FaultInjector::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                              Instant deadline) {
   return impl_->start(Kind::kGet, op, batch, now, deadline);
 }
-bool FaultInjector::poll_store(Instant now, Completion& out) { return impl_->poll(impl_->stores, now, out); }
+bool FaultInjector::poll_store(Instant now, Completion& out) {
+  return impl_->poll(impl_->stores, now, out);
+}
 
 CloseReport FaultInjector::close_store(Duration budget) {
   CloseReport report;

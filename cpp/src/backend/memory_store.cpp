@@ -101,7 +101,8 @@ struct MemoryPool::Impl {
     return ItemStatus::kOk;
   }
 
-  // Publishes the bytes of an object that begin() made, unless another writer has replaced it meanwhile.
+  // Publishes the bytes of an object that begin() made, unless another writer has replaced it
+  // meanwhile.
   ItemStatus finish(const std::string& key, Bytes bytes, std::uint64_t size) {
     const std::lock_guard lock(mutex);
     const auto found = by_key.find(key);
@@ -131,7 +132,9 @@ struct MemoryPool::Impl {
   }
 };
 
-MemoryPool::MemoryPool(const MemoryPoolOptions& options) : impl_(std::make_unique<Impl>()) { impl_->options = options; }
+MemoryPool::MemoryPool(const MemoryPoolOptions& options) : impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+}
 MemoryPool::~MemoryPool() = default;
 
 const MemoryPoolOptions& MemoryPool::options() const noexcept { return impl_->options; }
@@ -147,9 +150,12 @@ bool MemoryPool::contains(std::string_view key) const {
   return found != impl_->by_key.end() && found->second->version != 0;
 }
 
-void MemoryPool::for_each_object(const ObjectVisitor& visit) const { for_each_new_object_since(0, visit); }
+void MemoryPool::for_each_object(const ObjectVisitor& visit) const {
+  for_each_new_object_since(0, visit);
+}
 
-std::uint64_t MemoryPool::for_each_new_object_since(std::uint64_t version, const ObjectVisitor& visit) const {
+std::uint64_t MemoryPool::for_each_new_object_since(std::uint64_t version,
+                                                    const ObjectVisitor& visit) const {
   const std::lock_guard lock(impl_->mutex);
   if (impl_->last_version == version) return version;
   for (auto at = impl_->by_version.upper_bound(version); at != impl_->by_version.end(); ++at) {
@@ -196,10 +202,12 @@ struct MemoryStore::Impl {
   Side index;
   Side store;
 
-  bool start(Side& side, Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+  bool start(Side& side, Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+             Instant deadline) {
     side.latest = std::max(side.latest, now);
     if (side.closed) return false;
-    if (options.max_operations != 0 && side.operations.size() >= options.max_operations) return false;
+    if (options.max_operations != 0 && side.operations.size() >= options.max_operations)
+      return false;
     Operation operation{op, kind, std::move(batch), {}, now, now + options.latency, false};
     operation.items.resize(operation.batch->keys.size(), {ItemStatus::kOk, 0});
     if (now >= deadline) {
@@ -231,7 +239,8 @@ struct MemoryStore::Impl {
       bytes += size;
       if (operation.kind == Kind::kPut) item.status = pool->impl_->begin(batch.keys[i], size, now);
     }
-    operation.due = operation.due + options.latency_per_kib * static_cast<std::int64_t>(bytes / 1024);
+    operation.due =
+        operation.due + options.latency_per_kib * static_cast<std::int64_t>(bytes / 1024);
   }
 
   bool valid(const ObjectBatch& batch, std::size_t item, std::uint64_t bytes_before) const {
@@ -243,7 +252,8 @@ struct MemoryStore::Impl {
       if (batch.segments[s].length == 0 || !regions.covers(batch.segments[s])) return false;
     }
     if (options.max_segments_per_call != 0 && end > options.max_segments_per_call) return false;
-    return options.max_bytes_per_call == 0 || bytes_before + item_bytes(batch, item) <= options.max_bytes_per_call;
+    return options.max_bytes_per_call == 0 ||
+           bytes_before + item_bytes(batch, item) <= options.max_bytes_per_call;
   }
 
   void run(Operation& operation, Instant now) {
@@ -289,7 +299,8 @@ struct MemoryStore::Impl {
     for (std::uint32_t s = item == 0 ? 0 : batch.ends[item - 1]; s < batch.ends[item]; ++s) {
       const Segment& segment = batch.segments[s];
       if (lease_lost) {
-        std::memset(segment.base, 0x5e, segment.length);  // the memory belongs to another object by now
+        std::memset(segment.base, 0x5e,
+                    segment.length);  // the memory belongs to another object by now
       } else {
         std::memcpy(segment.base, from, segment.length);
       }
@@ -335,10 +346,13 @@ MemoryStore::MemoryStore(std::shared_ptr<MemoryPool> pool, const MemoryStoreOpti
 }
 MemoryStore::~MemoryStore() = default;
 
-bool MemoryStore::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool MemoryStore::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                               Instant deadline) {
   return impl_->start(impl_->index, Impl::Kind::kExists, op, batch, now, deadline);
 }
-bool MemoryStore::poll_index(Instant now, Completion& out) { return impl_->poll(impl_->index, now, out); }
+bool MemoryStore::poll_index(Instant now, Completion& out) {
+  return impl_->poll(impl_->index, now, out);
+}
 CloseReport MemoryStore::close_index(Duration budget) { return impl_->close(impl_->index, budget); }
 
 StoreCapabilities MemoryStore::capabilities() const {
@@ -348,8 +362,10 @@ StoreCapabilities MemoryStore::capabilities() const {
 void MemoryStore::add_region(const Region& region) {
   if (region.base == nullptr || region.length == 0 || region.device >= 0) {
     fail(ErrorCode::kInvalidArgument, "memory store",
-         {"region", std::to_string(region.length) + " bytes on device " + std::to_string(region.device),
-          "host memory of at least 1 byte", {}});
+         {"region",
+          std::to_string(region.length) + " bytes on device " + std::to_string(region.device),
+          "host memory of at least 1 byte",
+          {}});
   }
   switch (impl_->regions.fit(region)) {
     case detail::RegionTable::Fit::kNew:
@@ -359,18 +375,25 @@ void MemoryStore::add_region(const Region& region) {
       return;
     case detail::RegionTable::Fit::kOverlap:
       fail(ErrorCode::kInvalidArgument, "memory store",
-           {"region", std::to_string(region.length) + " bytes", "no overlap with a registered region", {}});
+           {"region",
+            std::to_string(region.length) + " bytes",
+            "no overlap with a registered region",
+            {}});
   }
 }
 void MemoryStore::remove_region(const Region& region) { impl_->regions.erase(region); }
 
-bool MemoryStore::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool MemoryStore::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                            Instant deadline) {
   return impl_->start(impl_->store, Impl::Kind::kPut, op, batch, now, deadline);
 }
-bool MemoryStore::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) {
+bool MemoryStore::start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                            Instant deadline) {
   return impl_->start(impl_->store, Impl::Kind::kGet, op, batch, now, deadline);
 }
-bool MemoryStore::poll_store(Instant now, Completion& out) { return impl_->poll(impl_->store, now, out); }
+bool MemoryStore::poll_store(Instant now, Completion& out) {
+  return impl_->poll(impl_->store, now, out);
+}
 CloseReport MemoryStore::close_store(Duration budget) { return impl_->close(impl_->store, budget); }
 
 }  // namespace kvprism

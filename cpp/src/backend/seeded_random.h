@@ -18,7 +18,9 @@ class SeededRandom {
   // In [0, end); 0 when end is 0.
   std::uint64_t below(std::uint64_t end) noexcept { return end == 0 ? 0 : next() % end; }
   // In [low, high].
-  std::uint64_t between(std::uint64_t low, std::uint64_t high) noexcept { return low + below(high - low + 1); }
+  std::uint64_t between(std::uint64_t low, std::uint64_t high) noexcept {
+    return low + below(high - low + 1);
+  }
   bool chance(std::uint64_t of, std::uint64_t in) noexcept { return below(in) < of; }
 
  private:

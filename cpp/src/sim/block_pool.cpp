@@ -4,7 +4,8 @@ namespace kvprism::sim {
 
 BlockPool::BlockPool(std::uint32_t num_blocks) : blocks_(num_blocks) {
   blocks_[0].state = State::kUsed;
-  for (std::uint32_t b = num_blocks; b-- > 1;) free_.push_back(BlockId{static_cast<std::int32_t>(b)});
+  for (std::uint32_t b = num_blocks; b-- > 1;)
+    free_.push_back(BlockId{static_cast<std::int32_t>(b)});
 }
 
 BlockId BlockPool::take() noexcept {

@@ -21,9 +21,11 @@ void write_run(std::uint64_t seed, std::byte* out, std::size_t bytes) noexcept {
   }
 }
 
-std::uint64_t seed_of(const PageShape& shape, std::uint32_t layer, std::uint32_t head, Prefix prefix) noexcept {
+std::uint64_t seed_of(const PageShape& shape, std::uint32_t layer, std::uint32_t head,
+                      Prefix prefix) noexcept {
   const std::uint64_t place = (static_cast<std::uint64_t>(shape.group) << 40) |
-                              (static_cast<std::uint64_t>(layer) << 20) | (shape.first_head + head + 1);
+                              (static_cast<std::uint64_t>(layer) << 20) |
+                              (shape.first_head + head + 1);
   return scramble(static_cast<std::uint64_t>(prefix) ^ (place * 0xff51afd7ed558ccdull));
 }
 
@@ -32,17 +34,19 @@ std::uint64_t seed_of(const PageShape& shape, std::uint32_t layer, std::uint32_t
 void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
                     std::byte* page) noexcept {
   for (std::uint32_t head = 0; head < shape.heads; ++head) {
-    std::byte* const out = page + (static_cast<std::size_t>(head) * shape.positions + slot) * shape.content;
+    std::byte* const out =
+        page + (static_cast<std::size_t>(head) * shape.positions + slot) * shape.content;
     write_run(seed_of(shape, layer, head, prefix), out, shape.content);
   }
 }
 
-void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix, std::byte* page) noexcept {
+void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix,
+                 std::byte* page) noexcept {
   write_run(seed_of(shape, layer, 0, prefix), page, shape.content);
 }
 
-void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from, std::span<const Prefix> prefixes,
-                     std::byte* page) noexcept {
+void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
+                     std::span<const Prefix> prefixes, std::byte* page) noexcept {
   for (std::size_t i = 0; i < prefixes.size(); ++i) {
     write_position(shape, layer, from + static_cast<std::uint32_t>(i), prefixes[i], page);
   }

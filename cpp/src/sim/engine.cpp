@@ -8,8 +8,9 @@
 
 namespace kvprism::sim {
 
-Engine::Engine(std::shared_ptr<const Projection> projection, std::shared_ptr<StoreScheduler> scheduler,
-               std::vector<EngineRank> ranks, const EngineOptions& options, EngineObserver* observer)
+Engine::Engine(std::shared_ptr<const Projection> projection,
+               std::shared_ptr<StoreScheduler> scheduler, std::vector<EngineRank> ranks,
+               const EngineOptions& options, EngineObserver* observer)
     : impl_(std::make_unique<Impl>()) {
   ProblemList problems;
   if (!projection) problems.add("projection", "null", "a projection");
@@ -28,8 +29,9 @@ Engine::Engine(std::shared_ptr<const Projection> projection, std::shared_ptr<Sto
   e.groups = model_groups(*e.projection);
   e.step_tokens = e.projection->scheduler_block_size();
   e.replay = model_replay(e.groups);
-  e.has_state = std::any_of(e.groups.begin(), e.groups.end(),
-                            [](const GroupModel& group) { return group.kind == GroupModel::Kind::kState; });
+  e.has_state = std::any_of(e.groups.begin(), e.groups.end(), [](const GroupModel& group) {
+    return group.kind == GroupModel::Kind::kState;
+  });
   e.options.token_budget = std::max(options.token_budget, e.step_tokens);
   e.options.max_running = std::max(options.max_running, 1U);
   e.pool = BlockPool(e.projection->num_blocks());
@@ -134,10 +136,13 @@ bool Engine::step(Instant now) {
 }
 
 bool Engine::idle() const noexcept {
-  return !impl_->in_flight && unfinished() == 0 && impl_->loads.empty() && !impl_->scheduler->has_pending_work();
+  return !impl_->in_flight && unfinished() == 0 && impl_->loads.empty() &&
+         !impl_->scheduler->has_pending_work();
 }
 
-std::size_t Engine::unfinished() const noexcept { return impl_->sequences.size() + impl_->draining.size(); }
+std::size_t Engine::unfinished() const noexcept {
+  return impl_->sequences.size() + impl_->draining.size();
+}
 
 void Engine::take_finished(std::vector<FinishedRequest>& out) {
   std::move(impl_->finished.begin(), impl_->finished.end(), std::back_inserter(out));
@@ -148,10 +153,11 @@ const EngineStats& Engine::stats() const noexcept { return impl_->stats; }
 
 std::string Engine::describe() const {
   const Impl& e = *impl_;
-  return std::to_string(e.running.size()) + " running, " + std::to_string(e.waiting.size()) + " waiting, " +
-         std::to_string(e.draining.size()) + " draining, " + std::to_string(e.loads.size()) + " loads, " +
-         std::to_string(e.pool.free()) + " free and " + std::to_string(e.pool.available() - e.pool.free()) +
-         " cached of " + std::to_string(e.pool.size() - 1) + " blocks, " +
+  return std::to_string(e.running.size()) + " running, " + std::to_string(e.waiting.size()) +
+         " waiting, " + std::to_string(e.draining.size()) + " draining, " +
+         std::to_string(e.loads.size()) + " loads, " + std::to_string(e.pool.free()) +
+         " free and " + std::to_string(e.pool.available() - e.pool.free()) + " cached of " +
+         std::to_string(e.pool.size() - 1) + " blocks, " +
          std::to_string(e.scheduler->counters().ledger.alive) + " jobs";
 }
 

@@ -52,7 +52,8 @@ void Engine::Impl::slide(Sequence& sequence) {
   for (const GroupModel& group : groups) {
     if (group.kind != GroupModel::Kind::kWindow && group.kind != GroupModel::Kind::kState) continue;
     auto& table = sequence.tables[raw(group.id)];
-    const std::size_t end = std::min<std::size_t>(table.size(), group.first_needed(sequence.computed));
+    const std::size_t end =
+        std::min<std::size_t>(table.size(), group.first_needed(sequence.computed));
     for (std::size_t chunk = 0; chunk < end; ++chunk) {
       if (table[chunk] == kNullBlock) continue;
       drop(table[chunk]);
@@ -94,12 +95,15 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
   for (const GroupModel& group : groups) {
     const auto& table = sequence.tables[raw(group.id)];
     const auto want = [&](std::uint32_t chunk) {
-      if (chunk >= table.size() || table[chunk] == kNullBlock) missing.push_back({group.id, chunk, {}});
+      if (chunk >= table.size() || table[chunk] == kNullBlock)
+        missing.push_back({group.id, chunk, {}});
     };
     switch (group.kind) {
       case GroupModel::Kind::kFull:
       case GroupModel::Kind::kWindow:
-        for (std::uint32_t chunk = sequence.computed / group.tokens; chunk * group.tokens < to; ++chunk) want(chunk);
+        for (std::uint32_t chunk = sequence.computed / group.tokens; chunk * group.tokens < to;
+             ++chunk)
+          want(chunk);
         break;
       case GroupModel::Kind::kState:
         want((to - 1) / group.tokens);
@@ -119,7 +123,8 @@ bool Engine::Impl::allocate_load(Sequence& sequence, std::uint32_t local, std::u
   for (const GroupModel& group : groups) {
     if (group.kind == GroupModel::Kind::kRing) continue;
     const std::uint32_t first = std::max(group.first_needed(hit), local / group.tokens);
-    for (std::uint32_t chunk = first; chunk < hit / group.tokens; ++chunk) missing.push_back({group.id, chunk, {}});
+    for (std::uint32_t chunk = first; chunk < hit / group.tokens; ++chunk)
+      missing.push_back({group.id, chunk, {}});
   }
   return add_missing(sequence, &taken);
 }
@@ -133,10 +138,13 @@ void Engine::Impl::remember(Sequence& sequence, std::uint32_t from, std::uint32_
     const bool state = group.kind == GroupModel::Kind::kState;
     for (std::uint32_t chunk = from / group.tokens; chunk < to / group.tokens; ++chunk) {
       const std::uint32_t end = (chunk + 1) * group.tokens;
-      if (chunk >= table.size() || table[chunk] == kNullBlock || cache.holds(table[chunk])) continue;
-      if (state && end != to) continue;  // a column that a longer step has passed holds an earlier state
+      if (chunk >= table.size() || table[chunk] == kNullBlock || cache.holds(table[chunk]))
+        continue;
+      if (state && end != to)
+        continue;  // a column that a longer step has passed holds an earlier state
       const auto prefixes = sequence.trail.prefixes(state ? end - 1 : end - group.tokens, end);
-      cache.insert(group.id, sequence.trail.hash_of(end), table[chunk], {prefixes.begin(), prefixes.end()});
+      cache.insert(group.id, sequence.trail.hash_of(end), table[chunk],
+                   {prefixes.begin(), prefixes.end()});
     }
   }
 }
@@ -147,7 +155,8 @@ void Engine::Impl::apply_acquired() {
   if (block_list.empty()) return;
   observer->acquired(block_list);
   for (const BlockId block : block_list) {
-    if (pool.state(block) != BlockPool::State::kUsed) fail("a job acquires block " + std::to_string(raw(block)) + ", which nobody uses");
+    if (pool.state(block) != BlockPool::State::kUsed)
+      fail("a job acquires block " + std::to_string(raw(block)) + ", which nobody uses");
     pool.reference(block);
     ++held[static_cast<std::size_t>(raw(block))];
   }

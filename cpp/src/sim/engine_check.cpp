@@ -6,7 +6,8 @@
 
 namespace kvprism::sim {
 
-// Bytes of positions [from, to) in one block that differ from the oracle, over all layers and ranks.
+// Bytes of positions [from, to) in one block that differ from the oracle, over all layers and
+// ranks.
 std::uint64_t Engine::Impl::compare(const GroupModel& group, std::uint32_t chunk, BlockId block,
                                     const TokenTrail& trail, std::uint32_t from, std::uint32_t to,
                                     std::uint64_t* bytes) {
@@ -22,7 +23,8 @@ std::uint64_t Engine::Impl::compare(const GroupModel& group, std::uint32_t chunk
         *bytes += shape.bytes();
       } else {
         for (std::uint32_t at = from; at < to; ++at) {
-          const std::uint32_t slot = group.kind == GroupModel::Kind::kRing ? at % group.tokens : at - chunk * group.tokens;
+          const std::uint32_t slot =
+              group.kind == GroupModel::Kind::kRing ? at % group.tokens : at - chunk * group.tokens;
           write_position(shape, layer, slot, trail.prefix_at(at), scratch.data());
         }
         *bytes += std::uint64_t{shape.heads} * (to - from) * shape.content;
@@ -41,11 +43,13 @@ void Engine::Impl::verify(const Sequence& sequence, VerifyResult& result) {
     const auto& table = sequence.tables[raw(group.id)];
     const auto check = [&](std::uint32_t chunk, std::uint32_t from, std::uint32_t to) {
       if (chunk >= table.size() || table[chunk] == kNullBlock || from >= to) return;
-      const std::uint64_t wrong = compare(group, chunk, table[chunk], sequence.trail, from, to, &result.bytes);
+      const std::uint64_t wrong =
+          compare(group, chunk, table[chunk], sequence.trail, from, to, &result.bytes);
       if (wrong != 0 && result.mismatched == 0) {
-        result.first = "request " + std::to_string(raw(sequence.id)) + ", group " + std::to_string(raw(group.id)) +
-                       ", tokens " + std::to_string(from) + ".." + std::to_string(to) + " of " +
-                       std::to_string(computed) + ", block " + std::to_string(raw(table[chunk]));
+        result.first = "request " + std::to_string(raw(sequence.id)) + ", group " +
+                       std::to_string(raw(group.id)) + ", tokens " + std::to_string(from) + ".." +
+                       std::to_string(to) + " of " + std::to_string(computed) + ", block " +
+                       std::to_string(raw(table[chunk]));
       }
       result.mismatched += wrong;
     };
@@ -83,16 +87,18 @@ std::string Engine::Impl::check_references() const {
     const BlockId block{static_cast<std::int32_t>(b)};
     const std::uint32_t actual = pool.references(block);
     if (actual != expected[b]) {
-      return "block " + std::to_string(b) + " has " + std::to_string(actual) + " references, its owners count " +
-             std::to_string(expected[b]);
+      return "block " + std::to_string(b) + " has " + std::to_string(actual) +
+             " references, its owners count " + std::to_string(expected[b]);
     }
     const bool used = pool.state(block) == BlockPool::State::kUsed;
     if (pool.state(block) == BlockPool::State::kFree) {
       for (const EngineRank& rank : ranks) {
-        if (!rank.memory->is_poisoned(block)) return "block " + std::to_string(b) + " is free and not poisoned";
+        if (!rank.memory->is_poisoned(block))
+          return "block " + std::to_string(b) + " is free and not poisoned";
       }
     }
-    if (used != (actual != 0)) return "block " + std::to_string(b) + " is in the wrong list of the pool";
+    if (used != (actual != 0))
+      return "block " + std::to_string(b) + " is in the wrong list of the pool";
   }
   return "";
 }
@@ -118,9 +124,11 @@ VerifyResult Engine::verify_all() const {
         result.bytes += shape.bytes();
         if (std::memcmp(e.scratch.data(), page, shape.bytes()) == 0) continue;
         if (result.mismatched == 0) {
-          result.first = "cached block " + std::to_string(raw(block)) + ", group " + std::to_string(raw(entry.group));
+          result.first = "cached block " + std::to_string(raw(block)) + ", group " +
+                         std::to_string(raw(entry.group));
         }
-        for (std::size_t i = 0; i < e.scratch.size(); ++i) result.mismatched += e.scratch[i] != page[i];
+        for (std::size_t i = 0; i < e.scratch.size(); ++i)
+          result.mismatched += e.scratch[i] != page[i];
       }
     }
   });

@@ -27,7 +27,8 @@ void Engine::Impl::execute(const Scheduled& work) {
               const std::uint32_t chunk = at / group.tokens;
               const std::uint32_t end = std::min(work.to, (chunk + 1) * group.tokens);
               both(table[chunk], [&](std::byte* page) {
-                write_positions(shape, layer, at % group.tokens, sequence.trail.prefixes(at, end), page);
+                write_positions(shape, layer, at % group.tokens, sequence.trail.prefixes(at, end),
+                                page);
               });
               at = end;
             }
@@ -38,7 +39,8 @@ void Engine::Impl::execute(const Scheduled& work) {
             });
             break;
           case GroupModel::Kind::kRing: {
-            const std::uint32_t first = work.to - work.from > group.tokens ? work.to - group.tokens : work.from;
+            const std::uint32_t first =
+                work.to - work.from > group.tokens ? work.to - group.tokens : work.from;
             both(table[0], [&](std::byte* page) {
               for (std::uint32_t at = first; at < work.to; ++at) {
                 write_position(shape, layer, at % group.tokens, sequence.trail.prefix_at(at), page);
@@ -99,7 +101,8 @@ void Engine::Impl::end_load(const LoadEnd& end) {
   observer->load_ended(end);
   const auto found = loads.find(raw(end.job));
   if (found == loads.end()) {
-    fail("load job " + std::to_string(raw(end.job)) + " ends, but was not promised or has ended before");
+    fail("load job " + std::to_string(raw(end.job)) +
+         " ends, but was not promised or has ended before");
     return;
   }
   const LoadRecord load = std::move(found->second);
@@ -119,16 +122,19 @@ void Engine::Impl::end_load(const LoadEnd& end) {
   }
   Sequence* const sequence = load.sequence;
   if (sequence == nullptr) return;
-  if (sequence->id != end.request) fail("load job " + std::to_string(raw(end.job)) + " ends for another request");
+  if (sequence->id != end.request)
+    fail("load job " + std::to_string(raw(end.job)) + " ends for another request");
   if (sequence->phase == Sequence::Phase::kDraining) {
     finish(*sequence, true);
     std::erase_if(draining, [&](const auto& owned) { return owned.get() == sequence; });
     return;
   }
   const std::uint32_t valid = end.blocks_quiet ? end.valid_tokens : load.local;
-  if (valid < load.local || valid > load.hit || valid % step_tokens != 0 || (end.complete && valid != load.hit)) {
-    fail("load job " + std::to_string(raw(end.job)) + " from " + std::to_string(load.local) + " to " +
-         std::to_string(load.hit) + " tokens ends with " + std::to_string(valid) + " valid ones");
+  if (valid < load.local || valid > load.hit || valid % step_tokens != 0 ||
+      (end.complete && valid != load.hit)) {
+    fail("load job " + std::to_string(raw(end.job)) + " from " + std::to_string(load.local) +
+         " to " + std::to_string(load.hit) + " tokens ends with " + std::to_string(valid) +
+         " valid ones");
     return;
   }
   accept_load(*sequence, load, valid);
@@ -141,28 +147,29 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
     const auto& table = sequence.tables[raw(group.id)];
     for (std::uint32_t chunk = group.first_needed(valid); chunk < valid / group.tokens; ++chunk) {
       if (chunk >= table.size() || table[chunk] == kNullBlock) {
-        fail("a load is valid up to " + std::to_string(valid) + ", but group " + std::to_string(raw(group.id)) +
-             " was never to have chunk " + std::to_string(chunk));
+        fail("a load is valid up to " + std::to_string(valid) + ", but group " +
+             std::to_string(raw(group.id)) + " was never to have chunk " + std::to_string(chunk));
         return;
       }
     }
   }
   for (const Destination& destination : load.destinations) {
     const GroupModel& group = groups[raw(destination.group)];
-    const bool used = destination.chunk >= group.first_needed(valid) && (destination.chunk + 1) * group.tokens <= valid;
+    const bool used = destination.chunk >= group.first_needed(valid) &&
+                      (destination.chunk + 1) * group.tokens <= valid;
     if (!used) continue;
     std::uint64_t bytes = 0;
     const std::uint64_t wrong =
-        compare(group, destination.chunk, destination.block, sequence.trail, destination.chunk * group.tokens,
-                (destination.chunk + 1) * group.tokens, &bytes);
+        compare(group, destination.chunk, destination.block, sequence.trail,
+                destination.chunk * group.tokens, (destination.chunk + 1) * group.tokens, &bytes);
     stats.bytes_verified += bytes;
     stats.bytes_mismatched += wrong;
     stats.groups[raw(group.id)].bytes_loaded += bytes;
     stats.groups[raw(group.id)].bytes_mismatched += wrong;
     if (wrong != 0) {
-      fail("a load brings " + std::to_string(wrong) + " wrong bytes of " + std::to_string(bytes) + " into block " +
-           std::to_string(raw(destination.block)) + ", group " + std::to_string(raw(group.id)) + ", chunk " +
-           std::to_string(destination.chunk));
+      fail("a load brings " + std::to_string(wrong) + " wrong bytes of " + std::to_string(bytes) +
+           " into block " + std::to_string(raw(destination.block)) + ", group " +
+           std::to_string(raw(group.id)) + ", chunk " + std::to_string(destination.chunk));
     }
   }
   truncate(sequence, valid);

@@ -22,7 +22,9 @@ inline constexpr std::uint32_t kVocabulary = 1u << 16;
 // Fires when the step's bytes are in memory; may be asked by another thread.
 class StepFence final : public ReadySource {
  public:
-  ReadyState query() noexcept override { return fired_ ? ReadyState::kReady : ReadyState::kPending; }
+  ReadyState query() noexcept override {
+    return fired_ ? ReadyState::kReady : ReadyState::kPending;
+  }
   void fire() noexcept { fired_ = true; }
 
  private:
@@ -39,9 +41,9 @@ struct Destination {
 // One request inside the engine.
 struct Sequence {
   enum class Phase : std::uint8_t {
-    kWaiting,   // no blocks
-    kLoading,   // blocks that a load fills
-    kReady,     // loaded, waits to be scheduled
+    kWaiting,  // no blocks
+    kLoading,  // blocks that a load fills
+    kReady,    // loaded, waits to be scheduled
     kRunning,
     kDraining,  // aborted, keeps its blocks until its load ends
   };
@@ -53,9 +55,9 @@ struct Sequence {
   TokenTrail trail;
   std::uint32_t prompt_tokens = 0;
   std::uint32_t max_new_tokens = 0;
-  std::uint32_t computed = 0;      // tokens whose contents are in the blocks
-  std::uint32_t ring_from = 0;     // the ring holds no position before this
-  bool offered = false;            // the state after `computed` tokens has been offered
+  std::uint32_t computed = 0;   // tokens whose contents are in the blocks
+  std::uint32_t ring_from = 0;  // the ring holds no position before this
+  bool offered = false;         // the state after `computed` tokens has been offered
   bool started = false;
   std::vector<std::vector<BlockId>> tables;  // by group
   std::uint32_t reported_hashes = 0;         // to the observer
@@ -84,19 +86,21 @@ struct Engine::Impl {
   EngineObserver silent;
 
   std::vector<GroupModel> groups;
-  std::uint32_t step_tokens = 1;    // S, by our own arithmetic
+  std::uint32_t step_tokens = 1;  // S, by our own arithmetic
   std::uint32_t replay = 1;
   bool has_state = false;
   BlockPool pool{2};
   PrefixCache cache;
 
-  std::unordered_map<std::uint64_t, std::unique_ptr<Sequence>> sequences;  // by request, but not draining ones
+  std::unordered_map<std::uint64_t, std::unique_ptr<Sequence>>
+      sequences;  // by request, but not draining ones
   std::vector<std::unique_ptr<Sequence>> draining;
   std::vector<Sequence*> running;
   std::deque<Sequence*> waiting;
   std::unordered_map<std::uint64_t, LoadRecord> loads;  // by job
-  std::unordered_map<std::int32_t, GroupId> ghosts;     // blocks of detached loads, until their job lets go
-  std::vector<std::uint32_t> held;                      // references of jobs, by block
+  std::unordered_map<std::int32_t, GroupId>
+      ghosts;                       // blocks of detached loads, until their job lets go
+  std::vector<std::uint32_t> held;  // references of jobs, by block
   std::vector<RequestId> late_aborts;
   std::vector<FinishedRequest> finished;
 
@@ -134,7 +138,8 @@ struct Engine::Impl {
   void adopt_local(Sequence& sequence, std::uint32_t tokens);
   bool add_missing(Sequence& sequence, std::vector<Destination>* taken);
   bool allocate(Sequence& sequence, std::uint32_t to);
-  bool allocate_load(Sequence& sequence, std::uint32_t local, std::uint32_t hit, std::vector<Destination>& taken);
+  bool allocate_load(Sequence& sequence, std::uint32_t local, std::uint32_t hit,
+                     std::vector<Destination>& taken);
   void remember(Sequence& sequence, std::uint32_t from, std::uint32_t to);
   void apply_acquired();
   void apply_released();
@@ -167,8 +172,9 @@ struct Engine::Impl {
   void abort_now(RequestId request);
 
   // Checks (engine_check.cpp).
-  std::uint64_t compare(const GroupModel& group, std::uint32_t chunk, BlockId block, const TokenTrail& trail,
-                        std::uint32_t from, std::uint32_t to, std::uint64_t* bytes);
+  std::uint64_t compare(const GroupModel& group, std::uint32_t chunk, BlockId block,
+                        const TokenTrail& trail, std::uint32_t from, std::uint32_t to,
+                        std::uint64_t* bytes);
   void verify(const Sequence& sequence, VerifyResult& result);
   std::string check_references() const;
 };

@@ -1,4 +1,5 @@
-// One scheduling pass in the order of a real engine: running requests, then waiting ones, then the connector.
+// One scheduling pass in the order of a real engine: running requests, then waiting ones, then the
+// connector.
 #include <algorithm>
 
 #include "sim/engine_impl.h"
@@ -13,7 +14,8 @@ std::uint32_t Engine::Impl::max_hit(std::uint32_t tokens) const {
 // Alone in the pool, could the request run to its end?
 bool Engine::Impl::can_ever_fit(const Request& request) const {
   const auto total = static_cast<std::uint32_t>(request.prompt.size()) + request.max_new_tokens;
-  if (request.prompt.empty() || request.max_new_tokens == 0 || total > options.max_model_tokens) return false;
+  if (request.prompt.empty() || request.max_new_tokens == 0 || total > options.max_model_tokens)
+    return false;
   const std::uint32_t chunk = std::min(options.token_budget, total);
   std::uint64_t blocks = 0;
   for (const GroupModel& group : groups) {
@@ -60,7 +62,8 @@ void Engine::Impl::preempt(Sequence& sequence) {
   scheduler->preempted(sequence.id);
 }
 
-// Takes blocks from the request that came last, or from one that is only ready. False when there is nobody but `sequence`.
+// Takes blocks from the request that came last, or from one that is only ready. False when there is
+// nobody but `sequence`.
 bool Engine::Impl::preempt_for(const Sequence& sequence) {
   if (!running.empty() && running.back() != &sequence) {
     Sequence& victim = *running.back();
@@ -130,17 +133,19 @@ bool Engine::Impl::start_ready(Sequence& sequence, std::uint32_t& budget) {
 
 bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Instant now) {
   const std::uint32_t size = sequence.trail.size();
-  const std::uint32_t local = options.local_cache ? cache.longest(groups, sequence.trail, step_tokens, max_hit(size)) : 0;
+  const std::uint32_t local =
+      options.local_cache ? cache.longest(groups, sequence.trail, step_tokens, max_hit(size)) : 0;
   const auto hashes = sequence.trail.hashes();
-  const HashList list{hashes.empty() ? nullptr : hashes[0].data(), sequence.trail.num_hashes(), sizeof(BlockHash)};
+  const HashList list{hashes.empty() ? nullptr : hashes[0].data(), sequence.trail.num_hashes(),
+                      sizeof(BlockHash)};
   tell_hashes(sequence);
   const LookupResult answer = scheduler->lookup(sequence.id, size, list, local, now);
   observer->looked_up(sequence.id, sequence.trail.tokens(), local, answer);
   if (answer.pending) return false;
   const std::uint32_t external = answer.external_tokens;
   if (external % step_tokens != 0 || local + external > std::max(local, max_hit(size))) {
-    fail("a lookup of " + std::to_string(size) + " tokens offers " + std::to_string(external) + " beyond " +
-         std::to_string(local));
+    fail("a lookup of " + std::to_string(size) + " tokens offers " + std::to_string(external) +
+         " beyond " + std::to_string(local));
     return false;
   }
 
@@ -151,11 +156,13 @@ bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Inst
       drop_tables(sequence);
       return false;
     }
-    const std::optional<JobId> job = scheduler->allocated(sequence.id, external, rows(sequence), now);
+    const std::optional<JobId> job =
+        scheduler->allocated(sequence.id, external, rows(sequence), now);
     apply_acquired();
     if (job) {
       for (const Destination& destination : load.destinations) {
-        for (const EngineRank& rank : ranks) rank.memory->open(destination.group, destination.block);
+        for (const EngineRank& rank : ranks)
+          rank.memory->open(destination.group, destination.block);
       }
       sequence.phase = Sequence::Phase::kLoading;
       observer->load_started(sequence.id, *job);
@@ -205,13 +212,15 @@ void Engine::Impl::schedule(Instant now) {
     if (starved) return;
     for (std::size_t i = 0; i < waiting.size();) {
       Sequence& sequence = *waiting[i];
-      const bool turn = sequence.phase == (ready ? Sequence::Phase::kReady : Sequence::Phase::kWaiting);
+      const bool turn =
+          sequence.phase == (ready ? Sequence::Phase::kReady : Sequence::Phase::kWaiting);
       if (!turn || (alone != nullptr && alone != &sequence)) {
         ++i;
         continue;
       }
       if (budget == 0 || running.size() >= options.max_running) return;
-      const bool started = ready ? start_ready(sequence, budget) : start_waiting(sequence, budget, now);
+      const bool started =
+          ready ? start_ready(sequence, budget) : start_waiting(sequence, budget, now);
       if (!started || sequence.phase == Sequence::Phase::kLoading) {
         starved |= ready;
         ++i;
@@ -251,9 +260,10 @@ void Engine::Impl::connect(Instant now) {
     Sequence& sequence = *work.sequence;
     tell_hashes(sequence);
     const auto hashes = sequence.trail.hashes();
-    const std::uint32_t known = std::min(scheduler->known_hashes(sequence.id), sequence.trail.num_hashes());
-    const HashList fresh{known < hashes.size() ? hashes[known].data() : nullptr, sequence.trail.num_hashes() - known,
-                         sizeof(BlockHash)};
+    const std::uint32_t known =
+        std::min(scheduler->known_hashes(sequence.id), sequence.trail.num_hashes());
+    const HashList fresh{known < hashes.size() ? hashes[known].data() : nullptr,
+                         sequence.trail.num_hashes() - known, sizeof(BlockHash)};
     scheduler->advanced(sequence.id, work.to, fresh);
     sequence.offered = false;
     if (!options.offer_states_late) offer_states(sequence, work.to);

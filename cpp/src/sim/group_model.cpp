@@ -15,8 +15,10 @@ GroupModel::Kind kind_of(const ResolvedGroup& group) {
   if (group.spec.kind == "mamba") return GroupModel::Kind::kState;
   if (group.spec.kind == "circular_buffer") return GroupModel::Kind::kRing;
   fail(ErrorCode::kUnsupported, "simulated engine",
-       {"groups[" + std::to_string(raw(group.id)) + "].kind", group.spec.kind,
-        "full_attention, sliding_window, mamba or circular_buffer", {}});
+       {"groups[" + std::to_string(raw(group.id)) + "].kind",
+        group.spec.kind,
+        "full_attention, sliding_window, mamba or circular_buffer",
+        {}});
 }
 
 PageShape shape_of(const ResolvedGroup& group, GroupModel::Kind kind) {
@@ -51,8 +53,10 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
     model.shape = shape_of(group, model.kind);
     if (model.shape.bytes() != group.page_size_bytes) {
       fail(ErrorCode::kUnsupported, "simulated engine",
-           {"groups[" + std::to_string(raw(id)) + "].page_size_bytes", std::to_string(group.page_size_bytes),
-            "an unpadded page of " + std::to_string(model.shape.bytes()) + " bytes", {}});
+           {"groups[" + std::to_string(raw(id)) + "].page_size_bytes",
+            std::to_string(group.page_size_bytes),
+            "an unpadded page of " + std::to_string(model.shape.bytes()) + " bytes",
+            {}});
     }
     groups.push_back(model);
   }

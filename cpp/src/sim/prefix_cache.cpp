@@ -4,7 +4,8 @@
 
 namespace kvprism::sim {
 
-bool PrefixCache::insert(GroupId group, const BlockHash& hash, BlockId block, std::vector<Prefix> prefixes) {
+bool PrefixCache::insert(GroupId group, const BlockHash& hash, BlockId block,
+                         std::vector<Prefix> prefixes) {
   if (!blocks_.try_emplace(Key{group, hash}, block).second) return false;
   entries_[raw(block)] = {group, hash, std::move(prefixes)};
   return true;
@@ -22,13 +23,14 @@ std::optional<BlockId> PrefixCache::find(GroupId group, const BlockHash& hash) c
   return found == blocks_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::uint32_t PrefixCache::longest(const std::vector<GroupModel>& groups, const TokenTrail& trail, std::uint32_t step,
-                                   std::uint32_t most) const {
+std::uint32_t PrefixCache::longest(const std::vector<GroupModel>& groups, const TokenTrail& trail,
+                                   std::uint32_t step, std::uint32_t most) const {
   for (std::uint32_t length = most - most % step; length > 0; length -= step) {
     bool all = true;
     for (const GroupModel& group : groups) {
       if (group.kind == GroupModel::Kind::kRing) continue;
-      for (std::uint32_t chunk = group.first_needed(length); all && chunk < length / group.tokens; ++chunk) {
+      for (std::uint32_t chunk = group.first_needed(length); all && chunk < length / group.tokens;
+           ++chunk) {
         all = find(group.id, trail.hash_of((chunk + 1) * group.tokens)).has_value();
       }
       if (!all) break;

@@ -31,7 +31,8 @@ SimMemory::SimMemory(const Projection& projection, const SimMemoryOptions& optio
   std::memset(base_, kGuard, bytes_);
   for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
     for (std::uint32_t block = 0; block < num_blocks_; ++block) {
-      std::memset(base_ + at(layer, BlockId{static_cast<std::int32_t>(block)}), kPoison, slot_bytes_);
+      std::memset(base_ + at(layer, BlockId{static_cast<std::int32_t>(block)}), kPoison,
+                  slot_bytes_);
     }
   }
   if (options.shadow) shadow_.assign(base_, base_ + bytes_);
@@ -52,7 +53,9 @@ SimMemory::~SimMemory() { ::operator delete(base_, std::align_val_t{kAlignment})
 const std::byte* SimMemory::page(GroupId, std::uint32_t layer, BlockId block) const noexcept {
   return base_ + at(layer, block);
 }
-std::byte* SimMemory::page(GroupId, std::uint32_t layer, BlockId block) noexcept { return base_ + at(layer, block); }
+std::byte* SimMemory::page(GroupId, std::uint32_t layer, BlockId block) noexcept {
+  return base_ + at(layer, block);
+}
 std::byte* SimMemory::shadow_page(GroupId, std::uint32_t layer, BlockId block) noexcept {
   return shadow_.empty() ? nullptr : shadow_.data() + at(layer, block);
 }
@@ -125,12 +128,14 @@ std::string SimMemory::describe(std::uint64_t offset) const {
       where += "guard behind the layer";
     } else {
       where += "block " + std::to_string(block) + ", ";
-      where += in_block >= slot_bytes_ ? "guard behind the block" : "byte " + std::to_string(in_block);
+      where +=
+          in_block >= slot_bytes_ ? "guard behind the block" : "byte " + std::to_string(in_block);
     }
   }
   const auto hex = [](std::byte value) {
     static constexpr char kDigits[] = "0123456789abcdef";
-    return std::string{kDigits[static_cast<unsigned>(value) >> 4], kDigits[static_cast<unsigned>(value) & 15]};
+    return std::string{kDigits[static_cast<unsigned>(value) >> 4],
+                       kDigits[static_cast<unsigned>(value) & 15]};
   };
   return where + " is " + hex(base_[offset]) + ", should be " + hex(shadow_[offset]);
 }

@@ -13,11 +13,28 @@
 namespace kvprism::sim {
 
 std::string_view to_string(WorldFault kind) noexcept {
-  static constexpr std::array<std::string_view, kNumWorldFaults> kNames{
-      "abort",          "abort while loading", "preemption",    "report delayed", "report duplicated", "report garbage",
-      "report foreign", "plan foreign",        "null offer",    "tokens shrunk",  "unknown request",   "late token",
-      "evicted",        "erased",              "unfinished",    "pool full",      "time jump",         "restart",
-      "quarantine",     "detached load",       "partial load",  "id reused"};
+  static constexpr std::array<std::string_view, kNumWorldFaults> kNames{"abort",
+                                                                        "abort while loading",
+                                                                        "preemption",
+                                                                        "report delayed",
+                                                                        "report duplicated",
+                                                                        "report garbage",
+                                                                        "report foreign",
+                                                                        "plan foreign",
+                                                                        "null offer",
+                                                                        "tokens shrunk",
+                                                                        "unknown request",
+                                                                        "late token",
+                                                                        "evicted",
+                                                                        "erased",
+                                                                        "unfinished",
+                                                                        "pool full",
+                                                                        "time jump",
+                                                                        "restart",
+                                                                        "quarantine",
+                                                                        "detached load",
+                                                                        "partial load",
+                                                                        "id reused"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNames.size() ? kNames[at] : "unknown";
 }
@@ -44,14 +61,15 @@ using detail::SeededRandom;
 
 constexpr std::uint32_t kDrainTurns = 5000;
 
-// One engine from its start to its restart. Members go in reverse: the engine first, the memory last.
+// One engine from its start to its restart. Members go in reverse: the engine first, the memory
+// last.
 struct Life {
   std::uint64_t epoch = 0;
   std::vector<std::shared_ptr<SimMemory>> memories;       // by rank
   std::vector<std::shared_ptr<FaultInjector>> injectors;  // by rank
   std::shared_ptr<FaultInjector> index;
   std::shared_ptr<StoreScheduler> scheduler;
-  std::vector<std::shared_ptr<StoreWorker>> workers;      // by rank
+  std::vector<std::shared_ptr<StoreWorker>> workers;  // by rank
   std::unique_ptr<JobJudge> judge;
   std::unique_ptr<Engine> engine;
 };
@@ -89,7 +107,8 @@ class WorldRun {
 
   WorldResult run() {
     if (projection_->scheduler_block_size() != step_tokens_) {
-      fail("S", "S is " + std::to_string(projection_->scheduler_block_size()) + ", should be " + std::to_string(step_tokens_));
+      fail("S", "S is " + std::to_string(projection_->scheduler_block_size()) + ", should be " +
+                    std::to_string(step_tokens_));
       return std::move(result_);
     }
     start_life();
@@ -144,8 +163,8 @@ class WorldRun {
   bool tracing() const { return event_ >= options_.trace_from; }
   void trace(const std::string& line) {
     if (!tracing()) return;
-    result_.trace.push_back("#" + std::to_string(event_) + " at " + std::to_string(now_.ns / 1000) + " us: " + line + " [" +
-                            life_.engine->describe() + "]");
+    result_.trace.push_back("#" + std::to_string(event_) + " at " + std::to_string(now_.ns / 1000) +
+                            " us: " + line + " [" + life_.engine->describe() + "]");
     life_.judge->set_trace(&result_.trace);
   }
 
@@ -161,10 +180,11 @@ class WorldRun {
     life_.epoch = random_.next() | 1;
     std::vector<EngineRank> ranks;
     for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
-      const auto memory = std::make_shared<SimMemory>(*projection_, SimMemoryOptions{config_.guard_bytes, true});
+      const auto memory =
+          std::make_shared<SimMemory>(*projection_, SimMemoryOptions{config_.guard_bytes, true});
       config_.faults.seed = random_.next();
-      const auto injector =
-          std::make_shared<FaultInjector>(std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
+      const auto injector = std::make_shared<FaultInjector>(
+          std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
       StoreWorkerOptions worker = config_.worker;
       worker.rank = Rank{r};
       worker.position = rank_position(worker.rank, config_.cache.parallel);
@@ -175,16 +195,17 @@ class WorldRun {
       ranks.push_back({life_.workers.back(), memory});
     }
     config_.faults.seed = random_.next();
-    life_.index =
-        std::make_shared<FaultInjector>(nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
+    life_.index = std::make_shared<FaultInjector>(
+        nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
     config_.scheduler.epoch = life_.epoch;
     config_.scheduler.ranks = config_.cache.parallel.tp;
     life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.index, config_.scheduler);
-    life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler, config_.clean, step_tokens_);
+    life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler,
+                                             config_.clean, step_tokens_);
     life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
     life_.judge->set_now(now_);
-    life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks), config_.engine,
-                                            life_.judge.get());
+    life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks),
+                                            config_.engine, life_.judge.get());
   }
 
   void end_life(bool drained) {
@@ -199,7 +220,8 @@ class WorldRun {
       }
       const std::string broken = life_.judge->check_closed(r, closed.unquiet);
       if (!broken.empty()) fail("close", broken);
-      if (drained && closed.unquiet != 0) fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
+      if (drained && closed.unquiet != 0)
+        fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
     }
     life_.index->close_index({});
     if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
@@ -218,7 +240,8 @@ class WorldRun {
     totals.loads += life_.judge->loads();
     totals.jobs += life_.judge->jobs();
     const auto add_faults = [&](const FaultInjector& injector) {
-      for (const FaultCount& row : injector.table()) totals.faults[static_cast<std::size_t>(row.kind)] += row.raised;
+      for (const FaultCount& row : injector.table())
+        totals.faults[static_cast<std::size_t>(row.kind)] += row.raised;
     };
     add_faults(*life_.index);
     for (const auto& injector : life_.injectors) add_faults(*injector);
@@ -293,7 +316,8 @@ class WorldRun {
       const Instant due = now_ + Duration{static_cast<std::int64_t>(random_.below(8'000'000))};
       if (random_.chance(1, 10)) {
         count(WorldFault::kReportDuplicated);
-        queue_.push_back({report, now_ + milliseconds(static_cast<std::int64_t>(random_.below(60)))});
+        queue_.push_back(
+            {report, now_ + milliseconds(static_cast<std::int64_t>(random_.below(60)))});
       }
       queue_.push_back({std::move(report), due});
     }
@@ -340,16 +364,19 @@ class WorldRun {
     } else {
       request.id = RequestId{next_request_++};
     }
-    const auto& base = !turns_.empty() && random_.chance(1, 3) ? turns_[random_.below(turns_.size())]
-                                                              : families_[random_.below(families_.size())];
+    const auto& base = !turns_.empty() && random_.chance(1, 3)
+                           ? turns_[random_.below(turns_.size())]
+                           : families_[random_.below(families_.size())];
     const std::size_t longest = std::min<std::size_t>(base.size(), config_.max_prompt);
     const std::size_t kept = random_.chance(1, 2) ? longest : random_.below(longest + 1);
     request.prompt.assign(base.begin(), base.begin() + static_cast<std::ptrdiff_t>(kept));
     const std::uint64_t more = random_.below(1 + config_.max_prompt - kept);
-    for (std::uint64_t i = 0; i < std::min<std::uint64_t>(more, 24); ++i) request.prompt.push_back(token());
+    for (std::uint64_t i = 0; i < std::min<std::uint64_t>(more, 24); ++i)
+      request.prompt.push_back(token());
     if (request.prompt.empty()) request.prompt.push_back(token());
     request.max_new_tokens = static_cast<std::uint32_t>(random_.between(1, config_.max_new_tokens));
-    trace("submit request " + std::to_string(raw(request.id)) + " of " + std::to_string(request.prompt.size()) + " tokens");
+    trace("submit request " + std::to_string(raw(request.id)) + " of " +
+          std::to_string(request.prompt.size()) + " tokens");
     live_.push_back(request.id);
     prompts_[raw(request.id)] = request.prompt;
     life_.engine->submit(std::move(request));
@@ -389,7 +416,8 @@ class WorldRun {
         scheduler.finished(unknown, FinishReason::kAborted);
         scheduler.preempted(unknown);
         scheduler.boundary(unknown, GroupId{0}, BlockId{1}, step_tokens_);
-        if (!scheduler.wants_save(unknown, now_).empty()) fail("unknown request", "it wants to be saved");
+        if (!scheduler.wants_save(unknown, now_).empty())
+          fail("unknown request", "it wants to be saved");
         break;
       }
       case 1:
@@ -397,14 +425,16 @@ class WorldRun {
         trace("a state is offered in the null block");
         count(WorldFault::kNullOffer);
         for (const GroupModel& group : objects_.groups()) {
-          scheduler.boundary(live_[random_.below(live_.size())], group.id, kNullBlock, step_tokens_);
+          scheduler.boundary(live_[random_.below(live_.size())], group.id, kNullBlock,
+                             step_tokens_);
         }
         break;
       case 2:
         if (live_.empty() || life_.engine->step_in_flight()) break;
         trace("accepted tokens shrink");
         count(WorldFault::kShrunk);
-        scheduler.advanced(live_[random_.below(live_.size())], static_cast<std::uint32_t>(random_.below(4)), HashList{});
+        scheduler.advanced(live_[random_.below(live_.size())],
+                           static_cast<std::uint32_t>(random_.below(4)), HashList{});
         break;
       case 3: {
         trace("garbage instead of a report");
@@ -418,7 +448,8 @@ class WorldRun {
         if (stale_.empty()) break;
         const WorkerReport& old = stale_[random_.below(stale_.size())];
         trace("an old report again");
-        count(old.epoch == life_.epoch ? WorldFault::kReportDuplicated : WorldFault::kReportForeign);
+        count(old.epoch == life_.epoch ? WorldFault::kReportDuplicated
+                                       : WorldFault::kReportForeign);
         encode(old, encoded_);
         life_.engine->deliver(encoded_, now_);
         break;
@@ -437,7 +468,8 @@ class WorldRun {
     plan.digest = projection_->digest();
     plan.epoch = life_.epoch;
     plan.hash_width = sizeof(BlockHash);
-    plan.jobs.push_back({JobId{(std::uint64_t{1} << 60) + random_.below(1000)}, RequestId{1}, JobKind::kLoad, 0, 1, 0, seconds(1)});
+    plan.jobs.push_back({JobId{(std::uint64_t{1} << 60) + random_.below(1000)}, RequestId{1},
+                         JobKind::kLoad, 0, 1, 0, seconds(1)});
     plan.runs.push_back({StoreIndex{0}, 0, 1, 0, 0, 1});
     plan.ids.push_back(BlockId{1});
     plan.mark_tokens.push_back(step_tokens_);
@@ -445,11 +477,14 @@ class WorldRun {
     const std::uint64_t wrong = random_.below(life_.engine->stats().jobs_saved > 0 ? 4 : 3);
     if (wrong == 0) plan.digest.bytes[random_.below(plan.digest.bytes.size())] ^= 1;
     if (wrong == 1) plan.ids[0] = BlockId{static_cast<std::int32_t>(projection_->num_blocks())};
-    if (wrong == 2) plan.runs[0].group = StoreIndex{static_cast<std::uint32_t>(projection_->num_store_groups())};
+    if (wrong == 2)
+      plan.runs[0].group = StoreIndex{static_cast<std::uint32_t>(projection_->num_store_groups())};
     if (wrong == 3) plan.epoch ^= 2;  // known only once a first plan has come
-    const SubmitResult answer = life_.workers[random_.below(life_.workers.size())]->submit(plan.view(), ReadyToken::host());
+    const SubmitResult answer =
+        life_.workers[random_.below(life_.workers.size())]->submit(plan.view(), ReadyToken::host());
     if (answer.accepted) {
-      static constexpr std::array<const char*, 4> kWhat{"digest", "block id", "store group", "epoch"};
+      static constexpr std::array<const char*, 4> kWhat{"digest", "block id", "store group",
+                                                        "epoch"};
       fail("foreign plan", std::string("a worker takes a plan with another ") + kWhat[wrong]);
     } else if (answer.refusal.empty()) {
       fail("foreign plan", "a worker refuses a plan without a reason");
@@ -485,13 +520,14 @@ class WorldRun {
     if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
     const std::string references = life_.judge->check_references();
     if (!references.empty()) fail("references", references);
-    version_ = pool_->for_each_new_object_since(version_, [&](std::string_view key, std::span<const std::byte> bytes) {
-      const std::string wrong = objects_.check(key, bytes);
-      if (!wrong.empty()) fail("object", wrong);
-      if (!config_.erase_objects) return;
-      if (keys_.size() < 128) keys_.emplace_back();
-      keys_[random_.below(keys_.size())] = key;
-    });
+    version_ = pool_->for_each_new_object_since(
+        version_, [&](std::string_view key, std::span<const std::byte> bytes) {
+          const std::string wrong = objects_.check(key, bytes);
+          if (!wrong.empty()) fail("object", wrong);
+          if (!config_.erase_objects) return;
+          if (keys_.size() < 128) keys_.emplace_back();
+          keys_[random_.below(keys_.size())] = key;
+        });
     if (event_ % 128 == 0) verify();
   }
 
@@ -499,13 +535,14 @@ class WorldRun {
   void verify() {
     const VerifyResult all = life_.engine->verify_all();
     if (all.mismatched != 0) {
-      fail("oracle", std::to_string(all.mismatched) + " of " + std::to_string(all.bytes) + " believed bytes are wrong: " +
-                         all.first);
+      fail("oracle", std::to_string(all.mismatched) + " of " + std::to_string(all.bytes) +
+                         " believed bytes are wrong: " + all.first);
     }
   }
 
   bool drained() const {
-    return life_.engine->idle() && life_.scheduler->tracked() == 0 && queue_.empty() && channel_.empty();
+    return life_.engine->idle() && life_.scheduler->tracked() == 0 && queue_.empty() &&
+           channel_.empty();
   }
 
   // No more work and no more faults: everything must come to its end.
@@ -526,8 +563,9 @@ class WorldRun {
     }
     if (!result_.passed) return;
     if (!drained()) {
-      fail("drain", "never ends: " + life_.engine->describe() + ", " + std::to_string(life_.scheduler->tracked()) +
-                        " tracked, " + std::to_string(queue_.size()) + " reports");
+      fail("drain", "never ends: " + life_.engine->describe() + ", " +
+                        std::to_string(life_.scheduler->tracked()) + " tracked, " +
+                        std::to_string(queue_.size()) + " reports");
       return;
     }
     verify();
@@ -549,12 +587,15 @@ class WorldRun {
       const std::uint32_t computed = trail.size() - 1;
       const std::uint32_t end = computed - computed % step_tokens_;
       if (const auto missing = objects_.missing(trail, 0, end)) {
-        // A request that leaves before its next step never offers its last state, and long steps pass states by.
+        // A request that leaves before its next step never offers its last state, and long steps
+        // pass states by.
         const bool state = objects_.groups()[raw(missing->group)].kind == GroupModel::Kind::kState;
         if (state && (config_.engine.offer_states_late || !config_.engine.aligned_steps)) continue;
-        fail("not stored", "a request of " + std::to_string(computed) + " computed tokens is not stored up to " +
-                               std::to_string(end) + ": group " + std::to_string(raw(missing->group)) + ", chunk " +
-                               std::to_string(missing->chunk) + " of request " + std::to_string(raw(done.id)));
+        fail("not stored", "a request of " + std::to_string(computed) +
+                               " computed tokens is not stored up to " + std::to_string(end) +
+                               ": group " + std::to_string(raw(missing->group)) + ", chunk " +
+                               std::to_string(missing->chunk) + " of request " +
+                               std::to_string(raw(done.id)));
       }
     }
   }
@@ -582,8 +623,8 @@ class WorldRun {
   std::vector<std::byte> bytes_;
 
   std::vector<std::vector<std::uint32_t>> families_;
-  std::vector<std::vector<std::uint32_t>> turns_;       // conversations that may go on
-  std::vector<Completed> completed_;   // in clean worlds
+  std::vector<std::vector<std::uint32_t>> turns_;  // conversations that may go on
+  std::vector<Completed> completed_;               // in clean worlds
   std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> prompts_;
   std::uint64_t next_request_ = 1;
   std::vector<RequestId> live_;

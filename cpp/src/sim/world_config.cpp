@@ -23,16 +23,19 @@ AttentionPayload attention(SeededRandom& random) {
   return payload;
 }
 
-GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t block_size, std::size_t number) {
+GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t block_size,
+                  std::size_t number) {
   GroupConfig config;
   config.spec.kind = kind;
   config.spec.block_size = block_size;
   for (std::uint64_t layer = random.between(1, 3); layer > 0; --layer) {
-    config.layers.push_back(kind.substr(0, 1) + std::to_string(number) + "." + std::to_string(layer));
+    config.layers.push_back(kind.substr(0, 1) + std::to_string(number) + "." +
+                            std::to_string(layer));
   }
   if (kind == "mamba") {
     StatePayload state;
-    state.shapes = {{static_cast<std::uint32_t>(random.between(1, 4)), 3}, {static_cast<std::uint32_t>(random.between(2, 9))}};
+    state.shapes = {{static_cast<std::uint32_t>(random.between(1, 4)), 3},
+                    {static_cast<std::uint32_t>(random.between(2, 9))}};
     state.dtypes = {DType::kFloat32, DType::kBFloat16};
     state.cache_mode = "align";
     config.spec.payload = state;
@@ -44,7 +47,8 @@ GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t b
   }
   if (kind == "circular_buffer") {
     config.enable_kv_transfer = random.chance(2, 3);
-    if (random.chance(1, 2)) config.spec.replay_tokens = static_cast<std::uint32_t>(random.between(1, block_size));
+    if (random.chance(1, 2))
+      config.spec.replay_tokens = static_cast<std::uint32_t>(random.between(1, block_size));
   }
   return config;
 }
@@ -54,7 +58,8 @@ CacheConfig cache_config(SeededRandom& random) {
     std::uint32_t small;
     std::uint32_t large;
   };
-  const Sizes sizes = pick(random, std::array{Sizes{4, 8}, Sizes{8, 8}, Sizes{8, 16}, Sizes{4, 16}, Sizes{6, 12}, Sizes{16, 32}});
+  const Sizes sizes = pick(random, std::array{Sizes{4, 8}, Sizes{8, 8}, Sizes{8, 16}, Sizes{4, 16},
+                                              Sizes{6, 12}, Sizes{16, 32}});
   const std::uint32_t ring = static_cast<std::uint32_t>(random.between(3, 9));
   const auto size = [&] { return random.chance(1, 2) ? sizes.small : sizes.large; };
   CacheConfig config;
@@ -68,23 +73,32 @@ CacheConfig cache_config(SeededRandom& random) {
       kinds = {{"full_attention", size()}, {"sliding_window", size()}};
       break;
     case 3:
-      kinds = {{"full_attention", size()}, {"circular_buffer", ring}, {"sliding_window", size()}, {"mamba", size()}};
+      kinds = {{"full_attention", size()},
+               {"circular_buffer", ring},
+               {"sliding_window", size()},
+               {"mamba", size()}};
       break;
     case 4:
       kinds = {{"full_attention", size()}, {"circular_buffer", ring}};
       break;
     case 5:
-      kinds = {{"full_attention", sizes.small}, {"full_attention", sizes.large}, {"circular_buffer", ring}};
+      kinds = {{"full_attention", sizes.small},
+               {"full_attention", sizes.large},
+               {"circular_buffer", ring}};
       break;
     case 6:
       kinds = {{"sliding_window", size()}, {"circular_buffer", ring}, {"sliding_window", size()}};
       break;
     default:
-      kinds = {{"circular_buffer", ring}, {"mamba", sizes.small}, {"full_attention", size()}, {"mamba", sizes.large}};
+      kinds = {{"circular_buffer", ring},
+               {"mamba", sizes.small},
+               {"full_attention", size()},
+               {"mamba", sizes.large}};
       break;
   }
   for (std::size_t i = kinds.size(); i > 1; --i) std::swap(kinds[i - 1], kinds[random.below(i)]);
-  for (std::size_t i = 0; i < kinds.size(); ++i) config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
+  for (std::size_t i = 0; i < kinds.size(); ++i)
+    config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
   config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
   config.parallel.tp = random.chance(1, 4) ? 2 : 1;
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
@@ -151,7 +165,8 @@ WorldConfig make_world_config(std::uint64_t seed) {
     config.pool.capacity_bytes = random.between(4'000, 40'000);
     config.pool.evict = random.chance(1, 2);
   }
-  if (random.chance(1, 8)) config.store.lease = Duration{static_cast<std::int64_t>(random.between(1'000'000, 6'000'000))};
+  if (random.chance(1, 8))
+    config.store.lease = Duration{static_cast<std::int64_t>(random.between(1'000'000, 6'000'000))};
   config.guard_bytes = static_cast<std::uint32_t>(8 * random.between(1, 3));
   config.max_requests = static_cast<std::uint32_t>(random.between(2, 8));
   config.max_prompt = static_cast<std::uint32_t>(random.between(40, 140));
@@ -172,7 +187,8 @@ WorldConfig make_world_config(std::uint64_t seed) {
 }
 
 std::string WorldConfig::describe() const {
-  std::string text = std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", 2 ranks:" : ":");
+  std::string text =
+      std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", 2 ranks:" : ":");
   for (const GroupConfig& group : cache.groups) {
     text += " " + group.spec.kind + "(" + std::to_string(group.spec.block_size);
     if (group.spec.sliding_window) text += " window " + std::to_string(*group.spec.sliding_window);
@@ -180,18 +196,22 @@ std::string WorldConfig::describe() const {
     if (!group.enable_kv_transfer) text += " not transferred";
     text += ")x" + std::to_string(group.layers.size());
   }
-  text += "; budget " + std::to_string(engine.token_budget) + ", running " + std::to_string(engine.max_running);
-  text += dashes(engine.local_cache, "local cache") + dashes(engine.offer_states_late, "late offers") +
+  text += "; budget " + std::to_string(engine.token_budget) + ", running " +
+          std::to_string(engine.max_running);
+  text += dashes(engine.local_cache, "local cache") +
+          dashes(engine.offer_states_late, "late offers") +
           dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +
           dashes(scheduler.detach_quarantined_loads, "detached loads") + dashes(clean, "clean") +
           dashes(hold_reports, "held reports") + dashes(reorder_reports, "reordered reports");
   if (pool.capacity_bytes != 0) {
-    text += ", pool of " + std::to_string(pool.capacity_bytes) + (pool.evict ? " bytes with eviction" : " bytes");
+    text += ", pool of " + std::to_string(pool.capacity_bytes) +
+            (pool.evict ? " bytes with eviction" : " bytes");
   }
   for (std::size_t i = 0; i < kNumFaultKinds; ++i) {
     if (faults.chance[i] == 0) continue;
-    text += ", " + std::string(to_string(static_cast<FaultKind>(i))) + " " + std::to_string(faults.chance[i] / 100) + "%";
+    text += ", " + std::string(to_string(static_cast<FaultKind>(i))) + " " +
+            std::to_string(faults.chance[i] / 100) + "%";
   }
   return text;
 }

@@ -22,16 +22,16 @@ struct WorldConfig {
   MemoryPoolOptions pool;
   MemoryStoreOptions store;
   FaultPlan faults;
-  bool clean = false;            // no faults, no evictions, no deadlines that could pass
-  bool hold_reports = true;      // the report channel delays
+  bool clean = false;        // no faults, no evictions, no deadlines that could pass
+  bool hold_reports = true;  // the report channel delays
   bool reorder_reports = false;
   bool erase_objects = false;
   bool restarts = true;
   std::uint32_t guard_bytes = 16;
-  std::uint32_t max_requests = 6;    // unfinished at a time
+  std::uint32_t max_requests = 6;  // unfinished at a time
   std::uint32_t max_prompt = 96;
   std::uint32_t max_new_tokens = 24;
-  std::uint32_t families = 3;        // prefixes that prompts share
+  std::uint32_t families = 3;  // prefixes that prompts share
 
   std::string describe() const;
 };

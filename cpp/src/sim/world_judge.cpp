@@ -54,15 +54,18 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   std::uint32_t rank = UINT32_MAX;
   const std::size_t ahead = key.rfind('/', before - 1);
   std::from_chars(key.data() + ahead + 1, key.data() + before, rank);
-  if (ahead == std::string_view::npos || rank >= ranks_) return "a key of no rank: " + std::string(key);
+  if (ahead == std::string_view::npos || rank >= ranks_)
+    return "a key of no rank: " + std::string(key);
   const auto prefix = prefixes_.find(hash);
   if (prefix == prefixes_.end()) return "a key whose hash nobody made: " + std::string(key);
   seen_[index * ranks_ + rank].insert(hash);
 
   const GroupModel& group = *stored_[index];
   const std::vector<std::uint32_t>& tokens = prefix->second;
-  const std::string what = "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
-  if (tokens.size() % group.tokens != 0) return "an object of " + what + ", which ends no block: " + std::string(key);
+  const std::string what =
+      "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
+  if (tokens.size() % group.tokens != 0)
+    return "an object of " + what + ", which ends no block: " + std::string(key);
   if (bytes.size() != group.shape.bytes() * group.layers) {
     return "an object of " + what + " has " + number(bytes.size()) + " bytes instead of " +
            number(group.shape.bytes() * group.layers);
@@ -84,9 +87,10 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
     }
     const std::byte* const actual = bytes.data() + layer * expected_.size();
     if (std::memcmp(expected_.data(), actual, expected_.size()) == 0) continue;
-    const auto at = std::mismatch(expected_.begin(), expected_.end(), actual).first - expected_.begin();
-    return "an object of " + what + " is wrong from byte " + number(static_cast<std::uint64_t>(at)) + " of layer " +
-           number(layer);
+    const auto at =
+        std::mismatch(expected_.begin(), expected_.end(), actual).first - expected_.begin();
+    return "an object of " + what + " is wrong from byte " +
+           number(static_cast<std::uint64_t>(at)) + " of layer " + number(layer);
   }
   return "";
 }
@@ -98,7 +102,8 @@ bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
   return true;
 }
 
-std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail, std::uint32_t local,
+std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail,
+                                                         std::uint32_t local,
                                                          std::uint32_t tokens) const {
   for (std::size_t s = 0; s < stored_.size(); ++s) {
     const GroupModel& group = *stored_[s];
@@ -118,8 +123,8 @@ std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local,
   return local;
 }
 
-JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options, bool clean,
-                   std::uint32_t step_tokens)
+JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection,
+                   const StoreSchedulerOptions& options, bool clean, std::uint32_t step_tokens)
     : objects_(objects),
       options_(options),
       clean_(clean),
@@ -149,12 +154,13 @@ void JobJudge::trace(std::string line) {
   if (trace_ != nullptr) trace_->push_back("    " + std::move(line));
 }
 
-void JobJudge::hash_made(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
+void JobJudge::hash_made(std::span<const std::uint8_t> hash,
+                         std::span<const std::uint32_t> tokens) {
   objects_.learn(hash, tokens);
 }
 
-void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens, std::uint32_t local,
-                         const LookupResult& answer) {
+void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
+                         std::uint32_t local, const LookupResult& answer) {
   if (answer.pending && (!clean_ || asked_.contains(raw(request)))) return;
   if (!answer.pending && answer.external_tokens == 0 && !clean_) return;
   TokenTrail trail(hash_tokens_);
@@ -167,25 +173,27 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
     return;
   }
   if (trace_ != nullptr) {
-    trace("request " + number(raw(request)) + " of " + number(size) + " tokens has " + number(local) +
-          " local ones and is offered " + number(answer.external_tokens));
+    trace("request " + number(raw(request)) + " of " + number(size) + " tokens has " +
+          number(local) + " local ones and is offered " + number(answer.external_tokens));
   }
   const std::uint32_t hit = local + answer.external_tokens;
   if (answer.external_tokens > 0 && failed_loads_.contains(raw(request))) {
-    fail("bypass", "request " + number(raw(request)) + " is offered tokens again after a load that failed");
+    fail("bypass",
+         "request " + number(raw(request)) + " is offered tokens again after a load that failed");
   }
   if (answer.external_tokens > 0 && (hit > most || hit % step_tokens_ != 0)) {
-    fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " + number(most) + " in steps of " +
-                    number(step_tokens_));
+    fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " +
+                    number(most) + " in steps of " + number(step_tokens_));
   } else if (const auto missing = objects_.missing(trail, local, hit)) {
-    fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) + " of them local, of which chunk " +
-                    number(missing->chunk) + " of group " + number(raw(missing->group)) + " was never stored");
+    fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) +
+                    " of them local, of which chunk " + number(missing->chunk) + " of group " +
+                    number(raw(missing->group)) + " was never stored");
   }
   if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
     // With fewer local tokens than when it was asked, more would have to be stored.
     if (local >= asked->second.local && hit < asked->second.at_least) {
-      fail("missed hit",
-           "a hit of " + number(hit) + " tokens although " + number(asked->second.at_least) + " are stored");
+      fail("missed hit", "a hit of " + number(hit) + " tokens although " +
+                             number(asked->second.at_least) + " are stored");
     }
     asked_.erase(asked);
   }
@@ -193,14 +201,17 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
 
 void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   if (trace_ != nullptr) {
-    trace("request " + number(raw(request)) + " saves " + number(range.from) + ".." + number(range.to));
+    trace("request " + number(raw(request)) + " saves " + number(range.from) + ".." +
+          number(range.to));
   }
   if (range.from % step_tokens_ != 0 || range.to % step_tokens_ != 0 || range.empty()) {
     fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
   }
   std::vector<std::uint32_t>& holes = holes_[raw(request)];
   for (const std::uint32_t hole : holes) {
-    if (range.from > hole) fail("hole", "a save begins at " + number(range.from) + " behind the hole at " + number(hole));
+    if (range.from > hole)
+      fail("hole",
+           "a save begins at " + number(range.from) + " behind the hole at " + number(hole));
   }
   holes.clear();
 }
@@ -227,38 +238,47 @@ void JobJudge::planned(const StepPlan& plan) {
         ++at_least_[static_cast<std::size_t>(raw(block))];
         ++at_most_[static_cast<std::size_t>(raw(block))];
         if (trace_ != nullptr) {
-          runs += " " + number(raw(run.group)) + ":" + number(run.first_chunk + i) + "@" + std::to_string(raw(block));
+          runs += " " + number(raw(run.group)) + ":" + number(run.first_chunk + i) + "@" +
+                  std::to_string(raw(block));
         }
       }
     }
     if (trace_ != nullptr) {
-      trace("job " + number(raw(record.id)) + (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
+      trace("job " + number(raw(record.id)) +
+            (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
             number(raw(record.request)) + ", group:chunk@block" + runs);
     }
-    if (!jobs_.emplace(raw(record.id), std::move(job)).second) fail("job id", "job " + number(raw(record.id)) + " is planned twice");
+    if (!jobs_.emplace(raw(record.id), std::move(job)).second)
+      fail("job id", "job " + number(raw(record.id)) + " is planned twice");
   }
 }
 
 void JobJudge::load_started(RequestId request, JobId job) {
   ++num_loads_;
-  if (!open_loads_.emplace(raw(job), request).second) fail("load end", "load job " + number(raw(job)) + " starts twice");
+  if (!open_loads_.emplace(raw(job), request).second)
+    fail("load end", "load job " + number(raw(job)) + " starts twice");
 }
 
 void JobJudge::load_ended(const LoadEnd& end) {
   if (trace_ != nullptr) {
-    trace("load job " + number(raw(end.job)) + " of request " + number(raw(end.request)) + " ends with " +
-          number(end.valid_tokens) + " tokens" + (end.complete ? ", complete" : ", failed " + number(end.failed.size())) +
+    trace("load job " + number(raw(end.job)) + " of request " + number(raw(end.request)) +
+          " ends with " + number(end.valid_tokens) + " tokens" +
+          (end.complete ? ", complete" : ", failed " + number(end.failed.size())) +
           (end.blocks_quiet ? "" : ", not quiet"));
   }
   const auto job = jobs_.find(raw(end.job));
   if (open_loads_.erase(raw(end.job)) != 1) {
-    fail("load end", "load job " + number(raw(end.job)) + (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
+    fail("load end",
+         "load job " + number(raw(end.job)) +
+             (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
   }
   ended_loads_.insert(raw(end.job));
-  const bool present = job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
+  const bool present =
+      job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
   // What came from the store closes the holes before it.
-  std::erase_if(holes_[raw(end.request)], [&](std::uint32_t hole) { return hole < end.valid_tokens; });
+  std::erase_if(holes_[raw(end.request)],
+                [&](std::uint32_t hole) { return hole < end.valid_tokens; });
   if (job != jobs_.end() && end.blocks_quiet && !everywhere(job->second.quiet_delivered)) {
     fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
   }
@@ -272,7 +292,8 @@ void JobJudge::forget(RequestId request) {
 }
 
 bool JobJudge::loading(RequestId request) const {
-  return std::any_of(open_loads_.begin(), open_loads_.end(), [&](const auto& load) { return load.second == request; });
+  return std::any_of(open_loads_.begin(), open_loads_.end(),
+                     [&](const auto& load) { return load.second == request; });
 }
 
 void JobJudge::acquired(std::span<const BlockId> blocks) {
@@ -301,7 +322,8 @@ bool JobJudge::hold_report(const WorkerReport& report) {
     if (entry.quiet != 0) ++quiets;
     if (outcomes > 1) fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
     if (quiets > 1) fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
-    if (quiets > outcomes) fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
+    if (quiets > outcomes)
+      fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
     if (trace_ != nullptr) {
       std::string failed;
       for (const FailedChunk& chunk : report.failed_of(entry)) {
@@ -348,7 +370,8 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     }
     for (const BlockId block : job.blocks) {
       if (quiet_now && !quiet_before) --at_least_[static_cast<std::size_t>(raw(block))];
-      if (quiet_now && outcome_now && !(quiet_before && outcome_before)) --at_most_[static_cast<std::size_t>(raw(block))];
+      if (quiet_now && outcome_now && !(quiet_before && outcome_before))
+        --at_most_[static_cast<std::size_t>(raw(block))];
     }
   }
 }
@@ -356,8 +379,9 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
 std::string JobJudge::check_references() {
   for (std::size_t b = 0; b < held_.size(); ++b) {
     if (held_[b] >= at_least_[b] && held_[b] <= at_most_[b]) continue;
-    return "jobs hold block " + number(b) + " " + std::to_string(held_[b]) + " times, their reports say " +
-           std::to_string(at_least_[b]) + " to " + std::to_string(at_most_[b]);
+    return "jobs hold block " + number(b) + " " + std::to_string(held_[b]) +
+           " times, their reports say " + std::to_string(at_least_[b]) + " to " +
+           std::to_string(at_most_[b]);
   }
   return "";
 }
@@ -365,17 +389,21 @@ std::string JobJudge::check_references() {
 std::string JobJudge::check_ended() const {
   for (const auto& [id, job] : jobs_) {
     for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) {
-      if (job.outcomes[rank] != 1) return "job " + number(id) + " never had an outcome on rank " + number(rank);
-      if (job.quiets[rank] != 1) return "job " + number(id) + " never became quiet on rank " + number(rank);
+      if (job.outcomes[rank] != 1)
+        return "job " + number(id) + " never had an outcome on rank " + number(rank);
+      if (job.quiets[rank] != 1)
+        return "job " + number(id) + " never became quiet on rank " + number(rank);
     }
   }
-  if (!open_loads_.empty()) return "load job " + number(open_loads_.begin()->first) + " never ended";
+  if (!open_loads_.empty())
+    return "load job " + number(open_loads_.begin()->first) + " never ended";
   return "";
 }
 
 std::string JobJudge::check_closed(std::uint32_t rank, std::size_t unquiet) const {
   for (const auto& [id, job] : jobs_) {
-    if (job.outcomes[rank] != 1) return "job " + number(id) + " has no outcome although its worker has closed";
+    if (job.outcomes[rank] != 1)
+      return "job " + number(id) + " has no outcome although its worker has closed";
     if (job.quiets[rank] != 1 && unquiet == 0) {
       return "job " + number(id) + " is not quiet although its worker has closed";
     }

@@ -1,4 +1,5 @@
-// Watches one engine's life from outside and knows what must be true of it: jobs, references, objects, hits.
+// Watches one engine's life from outside and knows what must be true of it: jobs, references,
+// objects, hits.
 #pragma once
 
 #include <array>
@@ -30,9 +31,9 @@ struct HashOfHash {
   }
 };
 
-// Which prefixes hashes stand for and which objects were ever stored: outlives engines, as the pool does.
-// It reads keys by itself: the last part is the hash in hex, the one before it the number of the stored group, the one
-// before that begins with the rank.
+// Which prefixes hashes stand for and which objects were ever stored: outlives engines, as the pool
+// does. It reads keys by itself: the last part is the hash in hex, the one before it the number of
+// the stored group, the one before that begins with the rank.
 class ObjectJudge {
  public:
   ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks);
@@ -40,14 +41,18 @@ class ObjectJudge {
   void learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens);
   // "" when the object is what its key says, byte for byte.
   std::string check(std::string_view key, std::span<const std::byte> bytes);
-  // The longest usable prefix of `trail` by what was ever stored; chunks below `local` count as there.
-  std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most, std::uint32_t step) const;
-  // What of a prefix of `tokens` was never stored, as far as it lies beyond `local`; nullopt when nothing is missing.
+  // The longest usable prefix of `trail` by what was ever stored; chunks below `local` count as
+  // there.
+  std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
+                        std::uint32_t step) const;
+  // What of a prefix of `tokens` was never stored, as far as it lies beyond `local`; nullopt when
+  // nothing is missing.
   struct Missing {
     GroupId group{};
     std::uint32_t chunk = 0;
   };
-  std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens) const;
+  std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local,
+                                 std::uint32_t tokens) const;
 
   const std::vector<GroupModel>& groups() const noexcept { return groups_; }
   std::uint64_t checked() const noexcept { return checked_; }
@@ -57,7 +62,7 @@ class ObjectJudge {
 
   std::vector<GroupModel> groups_;
   std::uint32_t ranks_;
-  std::vector<const GroupModel*> stored_;                        // in the order of the engine's groups
+  std::vector<const GroupModel*> stored_;  // in the order of the engine's groups
   std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
   std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group and rank
   std::vector<std::byte> expected_;
@@ -67,7 +72,8 @@ class ObjectJudge {
 // One engine's jobs. Rules that hold for every rank's reports and every reference.
 class JobJudge final : public EngineObserver {
  public:
-  JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options, bool clean,
+  JobJudge(ObjectJudge& objects, const Projection& projection, const StoreSchedulerOptions& options,
+           bool clean,
            std::uint32_t step_tokens);  // options.ranks workers report
 
   // The first broken rule, or "".
@@ -89,7 +95,8 @@ class JobJudge final : public EngineObserver {
   std::uint64_t jobs() const noexcept { return jobs_.size(); }
   std::uint64_t loads() const noexcept { return num_loads_; }
 
-  void hash_made(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) override;
+  void hash_made(std::span<const std::uint8_t> hash,
+                 std::span<const std::uint32_t> tokens) override;
   void looked_up(RequestId request, std::span<const std::uint32_t> tokens, std::uint32_t local,
                  const LookupResult& answer) override;
   void save_planned(RequestId request, const TokenRange& range) override;
@@ -141,15 +148,17 @@ class JobJudge final : public EngineObserver {
   // Where saves failed and were not planned again, in tokens, by request.
   std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> holes_;
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
-  std::unordered_set<std::uint64_t> failed_loads_;  // requests that must compute for themselves now (R41)
+  std::unordered_set<std::uint64_t>
+      failed_loads_;  // requests that must compute for themselves now (R41)
   struct Asked {
     std::uint32_t local = 0;
     std::uint32_t at_least = 0;
   };
-  std::unordered_map<std::uint64_t, Asked> asked_;  // pending lookups, by request, and what they must find
-  std::vector<std::int64_t> held_;     // acquired and not released, by block
-  std::vector<std::int64_t> at_least_; // by jobs that may still touch the block
-  std::vector<std::int64_t> at_most_;  // and by jobs whose end is not known in full
+  std::unordered_map<std::uint64_t, Asked>
+      asked_;                           // pending lookups, by request, and what they must find
+  std::vector<std::int64_t> held_;      // acquired and not released, by block
+  std::vector<std::int64_t> at_least_;  // by jobs that may still touch the block
+  std::vector<std::int64_t> at_most_;   // and by jobs whose end is not known in full
 };
 
 }  // namespace kvprism::sim

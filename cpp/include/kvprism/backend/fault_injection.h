@@ -16,13 +16,13 @@ namespace kvprism {
 
 enum class FaultKind : std::uint8_t {
   // Of puts and gets.
-  kFailCall,       // nothing is done, every item failed
-  kFailItems,      // some items failed
-  kUnavailable,    // nothing is done, the service is away
-  kDelay,          // done later than expected
-  kHang,           // no outcome until release_hung() or close
-  kLandLate,       // told as failed and not quiet; the bytes move afterwards, then it is quiet
-  kRefuse,         // start returns false
+  kFailCall,     // nothing is done, every item failed
+  kFailItems,    // some items failed
+  kUnavailable,  // nothing is done, the service is away
+  kDelay,        // done later than expected
+  kHang,         // no outcome until release_hung() or close
+  kLandLate,     // told as failed and not quiet; the bytes move afterwards, then it is quiet
+  kRefuse,       // start returns false
   // Of gets.
   kTruncate,       // a part of an item's bytes arrives, then it fails
   kCorrupt,        // other bytes arrive and are told as kChecksumMismatch
@@ -32,8 +32,8 @@ enum class FaultKind : std::uint8_t {
   kNotReady,       // some items are kNotReady (R46)
   kLeaseLost,      // some items are spoilt and told as kLeaseLost (R43)
   // Of puts.
-  kNoSpace,        // some items find the pool full (R50)
-  kDuplicate,      // another writer was faster (R47)
+  kNoSpace,    // some items find the pool full (R50)
+  kDuplicate,  // another writer was faster (R47)
   // Of lookups.
   kLookupFailed,   // every key kUnavailable
   kLookupLate,     // answered after a long time
@@ -45,14 +45,19 @@ KVPRISM_API std::string_view to_string(FaultKind kind) noexcept;
 
 struct FaultPlan {
   std::uint64_t seed = 1;
-  // Chance of each kind per operation it can befall, in 1/10,000. An operation meets at most one fault.
+  // Chance of each kind per operation it can befall, in 1/10,000. An operation meets at most one
+  // fault.
   std::array<std::uint16_t, kNumFaultKinds> chance{};
-  Duration delay = milliseconds(20);        // kDelay: up to this
-  Duration late = milliseconds(100);        // kLandLate, kLateQuiet: up to this, from the outcome
+  Duration delay = milliseconds(20);          // kDelay: up to this
+  Duration late = milliseconds(100);          // kLandLate, kLateQuiet: up to this, from the outcome
   Duration lookup_late = milliseconds(1000);  // kLookupLate: up to this
 
-  std::uint16_t& operator[](FaultKind kind) noexcept { return chance[static_cast<std::size_t>(kind)]; }
-  std::uint16_t operator[](FaultKind kind) const noexcept { return chance[static_cast<std::size_t>(kind)]; }
+  std::uint16_t& operator[](FaultKind kind) noexcept {
+    return chance[static_cast<std::size_t>(kind)];
+  }
+  std::uint16_t operator[](FaultKind kind) const noexcept {
+    return chance[static_cast<std::size_t>(kind)];
+  }
 };
 
 struct FaultCount {
@@ -64,7 +69,8 @@ struct FaultCount {
 // Ownership: shares both. Threads: one, for both interfaces.
 class KVPRISM_API FaultInjector final : public ObjectStore, public ObjectIndex {
  public:
-  FaultInjector(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index, const FaultPlan& plan);
+  FaultInjector(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index,
+                const FaultPlan& plan);
   ~FaultInjector() override;
 
   // One row per kind.
@@ -75,15 +81,18 @@ class KVPRISM_API FaultInjector final : public ObjectStore, public ObjectIndex {
   std::size_t hung() const noexcept;
   void release_hung();
 
-  bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) override;
+  bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                    Instant deadline) override;
   bool poll_index(Instant now, Completion& out) override;
   CloseReport close_index(Duration budget) override;
 
   StoreCapabilities capabilities() const override;
   void add_region(const Region& region) override;
   void remove_region(const Region& region) override;
-  bool start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) override;
-  bool start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline) override;
+  bool start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                 Instant deadline) override;
+  bool start_get(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                 Instant deadline) override;
   void set_wakeup(Wakeup wakeup) override;
   bool poll_store(Instant now, Completion& out) override;
   // What hangs or lands late ends as kCancelled and stays unquiet: its memory must stay mapped.

@@ -9,9 +9,9 @@
 
 namespace kvprism::sim {
 
-// Ids 1..n-1; 0 is the null block. A free block is handed out again as soon as possible, so that a late access meets
-// a new owner. A block whose last reference goes while it is cached keeps its content and can be revived or evicted.
-// Ownership: value. Threads: one.
+// Ids 1..n-1; 0 is the null block. A free block is handed out again as soon as possible, so that a
+// late access meets a new owner. A block whose last reference goes while it is cached keeps its
+// content and can be revived or evicted. Ownership: value. Threads: one.
 class BlockPool {
  public:
   enum class State : std::uint8_t { kFree, kUsed, kCached };
@@ -20,7 +20,9 @@ class BlockPool {
 
   std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(blocks_.size()); }
   // Free and cached ones: those that take() and evict can give.
-  std::uint32_t available() const noexcept { return static_cast<std::uint32_t>(free_.size()) + cached_; }
+  std::uint32_t available() const noexcept {
+    return static_cast<std::uint32_t>(free_.size()) + cached_;
+  }
   std::uint32_t free() const noexcept { return static_cast<std::uint32_t>(free_.size()); }
   State state(BlockId block) const noexcept { return at(block).state; }
   std::uint32_t references(BlockId block) const noexcept { return at(block).references; }
@@ -43,7 +45,9 @@ class BlockPool {
     std::uint64_t released_at = 0;
   };
   Block& at(BlockId block) noexcept { return blocks_[static_cast<std::size_t>(raw(block))]; }
-  const Block& at(BlockId block) const noexcept { return blocks_[static_cast<std::size_t>(raw(block))]; }
+  const Block& at(BlockId block) const noexcept {
+    return blocks_[static_cast<std::size_t>(raw(block))];
+  }
 
   std::vector<Block> blocks_;
   std::vector<BlockId> free_;

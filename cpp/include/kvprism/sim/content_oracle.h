@@ -1,5 +1,5 @@
-// What every byte of a simulated cache must be: a function of the tokens and the absolute position alone.
-// It knows nothing of keys, hashes, hits, layouts or plans, so it can judge all of them.
+// What every byte of a simulated cache must be: a function of the tokens and the absolute position
+// alone. It knows nothing of keys, hashes, hits, layouts or plans, so it can judge all of them.
 #pragma once
 
 #include <cstddef>
@@ -20,13 +20,15 @@ constexpr std::uint64_t scramble(std::uint64_t z) noexcept {
 }
 
 constexpr Prefix extend(Prefix before, std::uint32_t position, std::uint32_t token) noexcept {
-  const std::uint64_t own = (static_cast<std::uint64_t>(position) << 32 | token) + 0x9e3779b97f4a7c15ull;
+  const std::uint64_t own =
+      (static_cast<std::uint64_t>(position) << 32 | token) + 0x9e3779b97f4a7c15ull;
   return Prefix{scramble(static_cast<std::uint64_t>(before) + scramble(own))};
 }
 
 // The token that a model generates after a prefix.
 constexpr std::uint32_t next_token(Prefix prefix, std::uint32_t vocabulary) noexcept {
-  return static_cast<std::uint32_t>(scramble(static_cast<std::uint64_t>(prefix) ^ 0x746f6b656eull) % vocabulary);
+  return static_cast<std::uint32_t>(scramble(static_cast<std::uint64_t>(prefix) ^ 0x746f6b656eull) %
+                                    vocabulary);
 }
 
 enum class PageKind : std::uint8_t {
@@ -41,8 +43,8 @@ struct PageShape {
   std::uint32_t group = 0;
   std::uint32_t first_head = 0;  // of all ranks' heads
   std::uint32_t heads = 1;
-  std::uint32_t positions = 1;   // per block; the capacity of a ring; 1 for a state
-  std::uint32_t content = 0;     // bytes per head and position; of the whole page for a state
+  std::uint32_t positions = 1;  // per block; the capacity of a ring; 1 for a state
+  std::uint32_t content = 0;    // bytes per head and position; of the whole page for a state
 
   std::uint64_t bytes() const noexcept { return std::uint64_t{heads} * positions * content; }
 };
@@ -52,10 +54,12 @@ void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t s
                     std::byte* page) noexcept;
 
 // Writes one layer's whole state after a prefix.
-void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix, std::byte* page) noexcept;
+void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix,
+                 std::byte* page) noexcept;
 
-// Writes positions [from, from + prefixes.size()) of a block of kPositions; prefixes[i] belongs to position from + i.
-void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from, std::span<const Prefix> prefixes,
-                     std::byte* page) noexcept;
+// Writes positions [from, from + prefixes.size()) of a block of kPositions; prefixes[i] belongs to
+// position from + i.
+void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
+                     std::span<const Prefix> prefixes, std::byte* page) noexcept;
 
 }  // namespace kvprism::sim

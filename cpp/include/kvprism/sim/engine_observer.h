@@ -17,10 +17,11 @@ class EngineObserver {
   virtual ~EngineObserver() = default;
 
   // `hash` stands for all of `tokens`.
-  virtual void hash_made(std::span<const std::uint8_t> /*hash*/, std::span<const std::uint32_t> /*tokens*/) {}
+  virtual void hash_made(std::span<const std::uint8_t> /*hash*/,
+                         std::span<const std::uint32_t> /*tokens*/) {}
   // The scheduler has answered a lookup for a request with `tokens`.
-  virtual void looked_up(RequestId, std::span<const std::uint32_t> /*tokens*/, std::uint32_t /*local_tokens*/,
-                         const LookupResult&) {}
+  virtual void looked_up(RequestId, std::span<const std::uint32_t> /*tokens*/,
+                         std::uint32_t /*local_tokens*/, const LookupResult&) {}
   virtual void save_planned(RequestId, const TokenRange&) {}
   virtual void planned(const StepPlan&) {}
   virtual void load_started(RequestId, JobId) {}

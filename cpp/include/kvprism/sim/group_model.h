@@ -1,4 +1,5 @@
-// The engine's own view of a group: which blocks a prefix of a given length needs, by its own arithmetic.
+// The engine's own view of a group: which blocks a prefix of a given length needs, by its own
+// arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +16,15 @@ struct GroupModel {
 
   GroupId id{};
   Kind kind{};
-  bool stored = false;        // by its kind and its membership in transfers
-  std::uint32_t tokens = 0;   // per block; the capacity of a ring
+  bool stored = false;       // by its kind and its membership in transfers
+  std::uint32_t tokens = 0;  // per block; the capacity of a ring
   std::uint32_t window = 0;
-  std::uint32_t replay = 0;   // of a ring
+  std::uint32_t replay = 0;  // of a ring
   std::uint32_t layers = 0;
-  PageShape shape;            // of rank 0
+  PageShape shape;  // of rank 0
 
-  // First chunk that computing the token at `length` still reads; end is length / tokens rounded up.
+  // First chunk that computing the token at `length` still reads; end is length / tokens rounded
+  // up.
   std::uint32_t first_needed(std::uint32_t length) const noexcept {
     switch (kind) {
       case Kind::kFull:

@@ -30,9 +30,10 @@ class PrefixCache {
   bool holds(BlockId block) const noexcept { return entries_.contains(raw(block)); }
   std::optional<BlockId> find(GroupId group, const BlockHash& hash) const;
 
-  // The longest multiple of `step` up to `most` whose blocks are all there; the ring counts as never cached.
-  std::uint32_t longest(const std::vector<GroupModel>& groups, const TokenTrail& trail, std::uint32_t step,
-                        std::uint32_t most) const;
+  // The longest multiple of `step` up to `most` whose blocks are all there; the ring counts as
+  // never cached.
+  std::uint32_t longest(const std::vector<GroupModel>& groups, const TokenTrail& trail,
+                        std::uint32_t step, std::uint32_t most) const;
 
   std::size_t size() const noexcept { return entries_.size(); }
   template <class Visit>

@@ -1,4 +1,5 @@
-// The memory of one simulated rank: one allocation in which every block and layer has guards around it.
+// The memory of one simulated rank: one allocation in which every block and layer has guards around
+// it.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +16,14 @@
 namespace kvprism::sim {
 
 struct SimMemoryOptions {
-  std::uint32_t guard_bytes = 64;  // between blocks, between layers and around the tensor; a multiple of 8, may be 0
-  bool shadow = false;             // keep a second copy of what the memory should hold
+  std::uint32_t guard_bytes =
+      64;  // between blocks, between layers and around the tensor; a multiple of 8, may be 0
+  bool shadow = false;  // keep a second copy of what the memory should hold
 };
 
-// Layer slot l of block b is shared by layer l of every group, so a block id belongs to one group at a time.
-// Ownership: owns the memory. Threads: one, beside a store that moves bytes in open blocks.
+// Layer slot l of block b is shared by layer l of every group, so a block id belongs to one group
+// at a time. Ownership: owns the memory. Threads: one, beside a store that moves bytes in open
+// blocks.
 class SimMemory {
  public:
   SimMemory(const Projection& projection, const SimMemoryOptions& options);
@@ -43,11 +46,14 @@ class SimMemory {
   void poison(BlockId block) noexcept;
   bool is_poisoned(BlockId block) const noexcept;
 
-  // While a block is open to a group, others may write the group's pages of it. May be opened more than once.
+  // While a block is open to a group, others may write the group's pages of it. May be opened more
+  // than once.
   void open(GroupId group, BlockId block);
   // The shadow takes over what the memory holds now.
   void close(GroupId group, BlockId block);
-  bool is_open(BlockId block) const noexcept { return open_[static_cast<std::size_t>(raw(block))].count != 0; }
+  bool is_open(BlockId block) const noexcept {
+    return open_[static_cast<std::size_t>(raw(block))].count != 0;
+  }
 
   // Where memory and shadow first differ outside open pages, in words; "" when they agree.
   std::string first_difference() const;

@@ -49,7 +49,9 @@ class TokenTrail {
   std::uint32_t num_hashes() const noexcept { return static_cast<std::uint32_t>(hashes_.size()); }
   std::span<const BlockHash> hashes() const noexcept { return hashes_; }
   // The hash of a prefix whose length is a multiple of the unit.
-  const BlockHash& hash_of(std::uint32_t tokens) const noexcept { return hashes_[tokens / unit_ - 1]; }
+  const BlockHash& hash_of(std::uint32_t tokens) const noexcept {
+    return hashes_[tokens / unit_ - 1];
+  }
 
  private:
   std::uint32_t unit_;

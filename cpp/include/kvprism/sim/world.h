@@ -1,4 +1,5 @@
-// A whole deployment in virtual time from one seed: engine, scheduler, worker, store, faults, and judges of all of them.
+// A whole deployment in virtual time from one seed: engine, scheduler, worker, store, faults, and
+// judges of all of them.
 #pragma once
 
 #include <array>
@@ -13,28 +14,28 @@ namespace kvprism::sim {
 
 // What the world itself does to the house, beside the faults of its store.
 enum class WorldFault : std::uint8_t {
-  kAbort,            // of a request
-  kAbortLoading,     // of a request whose load is running
+  kAbort,         // of a request
+  kAbortLoading,  // of a request whose load is running
   kPreemption,
-  kReportDelayed,    // others overtook it
+  kReportDelayed,  // others overtook it
   kReportDuplicated,
   kReportGarbage,
-  kReportForeign,    // of an earlier engine
-  kPlanForeign,      // of another digest or epoch
-  kNullOffer,        // a state offered in the null block
-  kShrunk,           // accepted tokens went back for a moment
-  kUnknownRequest,   // calls for requests that do not exist
-  kLateToken,        // a worker was pumped while a save's token had not fired
-  kEvicted,          // objects dropped by the pool
-  kErased,           // objects that vanished
-  kUnfinished,       // objects without their writer
+  kReportForeign,   // of an earlier engine
+  kPlanForeign,     // of another digest or epoch
+  kNullOffer,       // a state offered in the null block
+  kShrunk,          // accepted tokens went back for a moment
+  kUnknownRequest,  // calls for requests that do not exist
+  kLateToken,       // a worker was pumped while a save's token had not fired
+  kEvicted,         // objects dropped by the pool
+  kErased,          // objects that vanished
+  kUnfinished,      // objects without their writer
   kPoolFull,
   kTimeJump,
-  kRestart,          // of the engine with a fresh cache
-  kQuarantine,       // jobs that stayed unquiet for too long
+  kRestart,     // of the engine with a fresh cache
+  kQuarantine,  // jobs that stayed unquiet for too long
   kDetachedLoad,
   kPartialLoad,
-  kIdReused,         // a request with the id of an earlier one
+  kIdReused,  // a request with the id of an earlier one
 };
 inline constexpr std::size_t kNumWorldFaults = 22;
 
@@ -67,10 +68,10 @@ struct WorldTotals {
 
 struct WorldResult {
   bool passed = true;
-  std::uint32_t failed_at = 0;    // event; beyond `events` while everything drains
-  std::string invariant;          // one word, e.g. "memory"
-  std::string failure;            // in words
-  std::string config;             // the groups of this seed and its options, in words
+  std::uint32_t failed_at = 0;  // event; beyond `events` while everything drains
+  std::string invariant;        // one word, e.g. "memory"
+  std::string failure;          // in words
+  std::string config;           // the groups of this seed and its options, in words
   std::vector<std::string> trace;
   WorldTotals totals;
 };
