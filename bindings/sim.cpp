@@ -345,7 +345,7 @@ Args:
             const nb::gil_scoped_release released;
             return d.count({view.data(), view.bytes()});
           },
-          "data"_a, nb::sig("def count(self, data: bytes) -> int"), R"(Looks for ring bytes.
+          "data"_a, nb::sig("def count(self, data: object) -> int"), R"(Looks for ring bytes.
 
 Args:
     data: Bytes or a contiguous buffer, as read from a store.

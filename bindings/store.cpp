@@ -482,7 +482,7 @@ Returns:
             const nb::gil_scoped_release released;
             use->report(encoded.bytes(), monotonic_now());
           },
-          "data"_a, nb::sig("def report(self, data: bytes) -> None"),
+          "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> None"),
           R"(Takes in reports of workers.
 
 Args:
@@ -617,7 +617,8 @@ Returns:
             return w.submit(encoded.bytes(), ready);
           },
           "plan"_a, "ready"_a,
-          nb::sig("def submit(self, plan: bytes, ready: ReadyToken) -> SubmitResult"),
+          nb::sig("def submit(self, plan: bytes | bytearray | memoryview, ready: ReadyToken) -> "
+                  "SubmitResult"),
           R"(Takes an encoded plan, as bytes or a buffer.)")
       .def(
           "poll",

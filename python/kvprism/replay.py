@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -96,9 +97,11 @@ def open_store(kind: str, capacity_bytes: int) -> Iterator[ObjectStore]:
         return
     from .local_mooncake import LocalMooncake
 
+    # Mooncake logs what is not worth a line here; what goes wrong is told by kvprism.
+    quiet = {"GLOG_minloglevel": os.environ.get("GLOG_minloglevel", "3")}  # noqa: SIM112
     # Objects are rounded up, and the master evicts before it is full.
     with LocalMooncake(storage_bytes=capacity_bytes + capacity_bytes // 2 + (64 << 20)) as server:
-        yield mooncake_store(master=server.master)
+        yield mooncake_store(master=server.master, environment=quiet)
 
 
 def replay(path: str, config: CacheConfig, store: ObjectStore, limit: int | None) -> dict[str, Any]:

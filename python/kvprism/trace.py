@@ -37,13 +37,13 @@ class TraceRequest:
 
     def tokens(self) -> npt.NDArray[np.uint32]:
         """The prompt: equal for equal hash ids at equal positions, different for others."""
-        mixed = np.asarray(self.hash_ids, dtype=np.uint64)[:, None] * np.uint64(TOKENS_PER_HASH)
-        mixed = mixed + np.arange(TOKENS_PER_HASH, dtype=np.uint64)
-        return _scramble(mixed).reshape(-1)[: self.input_length]
+        first = np.asarray(self.hash_ids, dtype=np.uint64) * np.uint64(TOKENS_PER_HASH)
+        numbers = np.add.outer(first, np.arange(TOKENS_PER_HASH, dtype=np.uint64))
+        return _scramble(numbers.reshape(-1)[: self.input_length])
 
 
 def _scramble(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers += np.uint64(0x9E3779B97F4A7C15)
     numbers ^= numbers >> np.uint64(30)
     numbers *= np.uint64(0xBF58476D1CE4E5B9)
     numbers ^= numbers >> np.uint64(27)

@@ -123,7 +123,7 @@ def show(row: Row) -> str:
     lines += [
         "",
         f"first engine   saved {row['saved_bytes'] / 1e6:,.1f} MB at"
-        f" {row['save_gb_per_second']:.2f} GB/s",
+        f" {row['save_gb_per_second']:.2f} GB/s, objects that were there already included",
         f"second engine  loaded {row['loaded_bytes'] / 1e6:,.1f} MB at"
         f" {row['load_gb_per_second']:.2f} GB/s: {row['loaded_tokens']:,} of"
         f" {row['prompt_tokens']:,} prompt tokens ({share:.0%}),"

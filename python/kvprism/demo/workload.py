@@ -1,4 +1,4 @@
-"""What the demonstration serves: two hybrid caches, and conversations that share a system prompt."""
+"""What the demonstration serves: two hybrid caches, and conversations with one system prompt."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _window(block_size: int, window: int, layers: int) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "state": {"num_blocks": 80, "groups": [_attention(800, 8), _RING, _STATE]},
-    "window": {"num_blocks": 400, "groups": [_attention(256, 8), _RING, _window(128, 512, 8)]},
+    "window": {"num_blocks": 300, "groups": [_attention(256, 8), _RING, _window(128, 512, 8)]},
 }
 
 
