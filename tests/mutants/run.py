@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Does the simulation notice deliberate mistakes?
 
-Builds a copy of the sources in build/mutants with every mistake of mutants.json in it, each behind a switch, and runs
-the simulation once per mistake until an invariant breaks. A mistake that survives means a missing invariant.
+Builds a copy of the sources in build/mutants with every mistake of mutants.json in it, each behind
+a switch, and runs the simulation once per mistake until an invariant breaks. A mistake that
+survives means a missing invariant.
 
 Usage: run.py [--seeds N] [--only ID] [--jobs N]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import re
 import shutil
@@ -20,7 +22,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 BUILD = ROOT / "build/mutants"
 SOURCE = BUILD / "source"
 
@@ -67,7 +70,7 @@ def fail(message: str) -> None:
 def load() -> list[Mutant]:
     mutants = []
     for number, row in enumerate(
-        json.loads((Path(__file__).parent / "mutants.json").read_text(encoding="utf-8")), 1
+        json.loads((HERE / "mutants.json").read_text(encoding="utf-8")), 1
     ):
         mutants.append(
             Mutant(
@@ -109,7 +112,7 @@ def mutate(text: str, mutants: list[Mutant]) -> str:
         span = place(mutant, text)
         spans[span] = mutant.wrap(spans.get(span, mutant.find))
     ordered = sorted(spans)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before[1] > after[0]:
             fail(f"two mutants overlap: {text[before[0] : after[1]]}")
     for start, end in reversed(ordered):
@@ -146,7 +149,7 @@ def copy_sources(mutants: list[Mutant]) -> None:
             write_if_changed(SOURCE / place_in_copy, text)
             kept.add(SOURCE / place_in_copy)
     top = SOURCE / "CMakeLists.txt"
-    write_if_changed(top, (Path(__file__).parent / "CMakeLists.txt").read_text(encoding="utf-8"))
+    write_if_changed(top, (HERE / "CMakeLists.txt").read_text(encoding="utf-8"))
     kept.add(top)
     if by_file:
         fail(f"no such file: {', '.join(by_file)}")
@@ -166,10 +169,11 @@ def run_or_fail(command: list[str], what: str) -> None:
 def build() -> Path:
     tree = BUILD / "tree"
     command = [
-        "cmake", "-S", str(SOURCE), "-B", str(tree), "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF",
-        "-DKVPRISM_WERROR=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",
+        *("cmake", "-S", str(SOURCE), "-B", str(tree), "-DCMAKE_BUILD_TYPE=Release"),
+        *("-DBUILD_SHARED_LIBS=OFF", "-DKVPRISM_WERROR=OFF"),
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",
         f"-DCMAKE_CXX_FLAGS=-include {BUILD / 'mutant.h'}",
-    ]  # fmt: skip
+    ]
     if shutil.which("ninja"):
         command += ["-G", "Ninja"]
     run_or_fail(command, "configuring")
@@ -237,9 +241,8 @@ def main() -> int:
     survivors = [verdict for verdict in verdicts if not verdict.died]
     for verdict in survivors:
         print(f"SURVIVED {verdict.mutant.id}: {verdict.mutant.reason}")
-    print(
-        f"{len(verdicts) - len(survivors)} died, {len(survivors)} survived, {time.monotonic() - began:.0f} s"
-    )
+    died = len(verdicts) - len(survivors)
+    print(f"{died} died, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
     return 1 if survivors else 0
 
 
