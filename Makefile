@@ -32,10 +32,11 @@ test-tsan: ## C++ tests with ThreadSanitizer
 test-mutants: build ## Does the test suite notice deliberate mistakes?
 	@$(PYTHON) tests/mutants/run.py $(MUTANT_ARGS)
 
-lint: setup ## Formats, types, spelling, rooms
+lint: build ## Formats, types, spelling, rooms
 	@bash scripts/lint.sh
 
-format: setup ## Rewrite sources, or FILES, into the project's format
+format: ## Rewrite sources, or FILES, into the project's format
+	@bash scripts/setup.sh --tools
 	@bash scripts/format.sh $(FILES)
 
 wheel: setup ## Build dist/*.whl and check its contents

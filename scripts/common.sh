@@ -78,3 +78,6 @@ tracked() {
       -o -type f -name "$glob" -printf '%P\0')
   done
 }
+
+# only REGEX: those of the NUL-ended names on standard input that match, perhaps none.
+only() { grep -zE "$1" || true; }

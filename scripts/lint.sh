@@ -20,9 +20,9 @@ check() {
 }
 
 cpp_format() {
-  tracked '*' | grep -zE '\.(h|cpp)$' | xargs -0 -r clang-format --dry-run -Werror --ferror-limit=5
+  tracked '*' | only '\.(h|cpp)$' | xargs -0 -r clang-format --dry-run -Werror --ferror-limit=5
 }
-cmake_format() { tracked '*' | grep -zE '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --check; }
+cmake_format() { tracked '*' | only '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --check; }
 spelling() { tracked '*' | xargs -0 -r codespell; }
 types() { compgen -G 'python/kvprism/*.py' >/dev/null || return 0; mypy; }
 

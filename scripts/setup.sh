@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prepares everything `make demo` and `make test` need: system packages (as root), .venv, and an
 # editable install whose build tree, build/release, also holds the C++ tests. Quick when repeated.
+# With --tools it stops before the build.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -39,31 +40,43 @@ fi
 lock_build
 requirements=(scripts/requirements-build.txt scripts/requirements-test.txt
   scripts/requirements-lint.txt)
-stamp="$VENV/.kvprism-setup"
-want="$(
+inputs="$(
   {
-    printf '%s\n' "$ROOT" "$python" "${KVPRISM_WERROR:-OFF}"
+    printf '%s\n' "$ROOT" "$python"
     "$python" -V
-    grep 'VERSION [0-9]' CMakeLists.txt
-    sha256sum scripts/setup.sh pyproject.toml "${requirements[@]}"
+    sha256sum scripts/setup.sh "${requirements[@]}"
   } | sha256sum
 )"
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -f "$BUILD/build.ninja" ]; then
-  exit 0
-fi
-
-identity="$ROOT $python $("$python" -V)"
-if [ "$(cat "$VENV/.kvprism-python" 2>/dev/null)" != "$identity" ]; then
-  say "Creating .venv with $("$python" -V)"
-  rm -rf "$VENV" "$BUILD"
-  "$python" -m venv "$VENV"
-  printf '%s\n' "$identity" >"$VENV/.kvprism-python"
-fi
+tools_stamp="$VENV/.kvprism-tools"
+build_inputs="$(
+  {
+    printf '%s\n' "$inputs" "${KVPRISM_WERROR:-OFF}"
+    grep 'VERSION [0-9]' CMakeLists.txt
+    sha256sum pyproject.toml
+  } | sha256sum
+)"
+build_stamp="$VENV/.kvprism-build"
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-say "Installing Python packages"
-pip install -q "${requirements[@]/#/-r}" 2> >(grep -v '^WARNING: Location' >&2)
+if [ "$(cat "$tools_stamp" 2>/dev/null)" != "$inputs" ]; then
+  identity="$ROOT $python $("$python" -V)"
+  if [ "$(cat "$VENV/.kvprism-python" 2>/dev/null)" != "$identity" ]; then
+    say "Creating .venv with $("$python" -V)"
+    rm -rf "$VENV" "$BUILD"
+    "$python" -m venv "$VENV"
+    printf '%s\n' "$identity" >"$VENV/.kvprism-python"
+  fi
+  say "Installing Python packages"
+  pip install -q "${requirements[@]/#/-r}" 2> >(grep -v '^WARNING: Location' >&2)
+  printf '%s\n' "$inputs" >"$tools_stamp"
+fi
+if [ "${1:-}" = --tools ]; then
+  exit 0
+fi
+if [ "$(cat "$build_stamp" 2>/dev/null)" = "$build_inputs" ] && [ -f "$BUILD/build.ninja" ]; then
+  exit 0
+fi
 
 say "Building kvprism in build/release"
 log="$VENV/install.log"
@@ -80,4 +93,4 @@ if ! CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" pip install -v --no-deps --no-build-isol
   die "the build failed; the whole log is .venv/install.log"
 fi
 
-printf '%s\n' "$want" >"$stamp"
+printf '%s\n' "$build_inputs" >"$build_stamp"
