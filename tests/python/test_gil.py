@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -83,6 +84,12 @@ class BigEngine:
         self.next += 1
 
 
+def test_a_call_that_holds_the_gil_is_noticed() -> None:
+    numbers = range(20_000_000)
+    with pytest.raises(pytest.fail.Exception, match="stood still"):
+        lets_others_run(lambda: sum(numbers), 0.05)
+
+
 def test_a_wait_for_reports() -> None:
     rank = Rank()
     lets_others_run(lambda: rank.worker.wait(0.5), 0.4)
@@ -128,3 +135,29 @@ def test_end_of_a_step_with_many_lookups() -> None:
             rank.scheduler.finished(request)
 
     lets_others_run(look, 0.05)
+
+
+def interrupted(call: Callable[[], object]) -> float:
+    """Seconds until a call notices Ctrl-C, which comes soon after it has begun."""
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    begin = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    timer.join()
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    rank = Rank()
+    assert interrupted(lambda: rank.worker.wait(60.0)) < 20
+
+
+def test_ctrl_c_ends_a_run() -> None:
+    big = BigEngine()
+    for _ in range(1000):
+        big.submit(10_000)
+    assert interrupted(lambda: big.engine.run_until_idle(60.0)) < 20
+    assert big.engine.unfinished() > 0
+    # The engine can go on.
+    big.engine.step()
