@@ -138,6 +138,17 @@ nb::dict to_dict(const StoreWorkerCounters& c) {
   return out;
 }
 
+// Releasing the GIL costs more than copying a few hashes.
+class ReleaseForLong {
+ public:
+  explicit ReleaseForLong(const HashList& hashes) {
+    if (hashes.count > 2048) released_.emplace();
+  }
+
+ private:
+  std::optional<nb::gil_scoped_release> released_;
+};
+
 // One call of the scheduler: open, and no other one running.
 class Use {
  public:
@@ -324,6 +335,7 @@ Raises:
              nb::handle hashes, std::uint32_t local_tokens) -> std::optional<std::uint32_t> {
             const Use use(b);
             const HashList list = use.hashes(hashes, request);
+            const ReleaseForLong released(list);
             const LookupResult result =
                 use->lookup(RequestId{request}, prompt_tokens, list, local_tokens, monotonic_now());
             if (result.pending) return std::nullopt;
@@ -373,7 +385,9 @@ Returns:
           [](BoundScheduler& b, std::uint64_t request, std::uint32_t accepted_tokens,
              nb::handle new_hashes) {
             const Use use(b);
-            use->advanced(RequestId{request}, accepted_tokens, use.new_hashes(new_hashes));
+            const HashList list = use.new_hashes(new_hashes);
+            const ReleaseForLong released(list);
+            use->advanced(RequestId{request}, accepted_tokens, list);
           },
           "request"_a, "accepted_tokens"_a, "new_hashes"_a = nb::none(),
           nb::sig("def advanced(self, request: int, accepted_tokens: int, new_hashes: object = "
