@@ -144,4 +144,10 @@ class BoundWorker {
   CloseReport close_report_;
 };
 
+// Parts of bind_store().
+void bind_store_plan(
+    nb::module_& module);  // store_plan.cpp: StepPlan, ReadyToken, LoadEnd, SubmitResult
+void bind_store_scheduler(nb::module_& module);  // store_scheduler.cpp
+void bind_store_worker(nb::module_& module);     // store_worker.cpp
+
 }  // namespace kvprism::bindings

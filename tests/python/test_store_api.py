@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 
+import configs
 import kvprism
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_a_failed_block_is_named() -> None:
     (end,) = second.scheduler.take_load_ends()
     assert end.valid_tokens == 4
     assert not end.complete
-    assert [(int(f.group), f.chunk, f.block) for f in end.failed] == [(0, 1, 6)]
+    assert [(f.group, f.chunk, f.block) for f in end.failed] == [(kvprism.GroupId(0), 1, 6)]
     assert second.scheduler.counters()["load_races"] == 1
 
 
@@ -314,6 +315,23 @@ def test_faults_are_named_and_counted() -> None:
     assert rank.scheduler.counters()["save_chunks_failed"] == 3
     with pytest.raises(kvprism.ArgumentError):
         kvprism.inject_faults(store)  # its sides have owners
+
+
+def test_states_are_offered_by_group() -> None:
+    groups = kvprism.Projection(kvprism.CacheConfig.from_dict(configs.config()))
+    scheduler = kvprism.StoreScheduler(schema(groups), kvprism.memory_store())
+    digest = [bytes(32)]
+    scheduler.advanced(1, 800, digest)
+    scheduler.boundary(1, kvprism.GroupId(2), 5, 800)
+    assert list(scheduler.take_acquired()) == [5]
+    scheduler.boundary(1, kvprism.GroupId(1), 5, 800)  # a ring: not stored, no offence
+    scheduler.boundary(1, kvprism.GroupId(2), 0, 800)  # the null block
+    assert scheduler.counters()["offers_refused"] == 1
+    assert len(scheduler.take_acquired()) == 0
+    with pytest.raises(TypeError):
+        scheduler.boundary(1, 2, 5, 800)  # type: ignore[arg-type]
+    with pytest.raises(IndexError):
+        scheduler.boundary(1, kvprism.GroupId(3), 5, 800)
 
 
 def test_one_call_at_a_time() -> None:

@@ -1,0 +1,153 @@
+// What passes between scheduler and workers.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "handles.h"
+#include "ids.h"
+#include "kvprism/base/error.h"
+
+namespace kvprism::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+BoundPlan decode(nb::handle data) {
+  const EncodedBytes encoded(data, "data");
+  const StepPlanView view = decode_plan(encoded.bytes());
+  BoundPlan bound;
+  StepPlan& plan = bound.plan;
+  plan.digest = view.digest;
+  plan.epoch = view.epoch;
+  plan.step = view.step;
+  plan.hash_width = view.hash_width;
+  plan.jobs.assign(view.jobs.begin(), view.jobs.end());
+  plan.runs.assign(view.runs.begin(), view.runs.end());
+  plan.ids.assign(view.ids.begin(), view.ids.end());
+  plan.mark_tokens.assign(view.mark_tokens.begin(), view.mark_tokens.end());
+  plan.mark_hashes.assign(view.mark_hashes.begin(), view.mark_hashes.end());
+  return bound;
+}
+
+nb::bytes encoded(const BoundPlan& bound) {
+  std::vector<std::byte> bytes;
+  encode(bound.plan.view(), bytes);
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
+ReadyToken event_token(std::uintptr_t event, std::uintptr_t query, int not_ready,
+                       std::uintptr_t destroy) {
+  if (query == 0)
+    fail(ErrorCode::kInvalidArgument, "ready token",
+         {"query", "0", "the address of a function", {}});
+  DeviceEventApi api{};
+  api.query = reinterpret_cast<int (*)(void*)>(query);
+  api.not_ready = not_ready;
+  api.destroy = reinterpret_cast<void (*)(void*)>(destroy);
+  return ReadyToken::device_event(reinterpret_cast<void*>(event), api);
+}
+
+void bind_step_plan(nb::module_& m) {
+  nb::class_<BoundPlan>(m, "StepPlan",
+                        R"(The jobs of one engine step, from the scheduler to the workers.
+
+In one process the object itself is submitted. It pickles as its encoded bytes.)")
+      .def(
+          "__len__", [](const BoundPlan& p) { return p.plan.jobs.size(); }, "Number of jobs.")
+      .def(
+          "__bool__", [](const BoundPlan& p) { return !p.plan.empty(); },
+          "True when there is a job.")
+      .def_prop_ro(
+          "step", [](const BoundPlan& p) { return p.plan.step; },
+          "Number of the engine step, from 1.")
+      .def_prop_ro(
+          "epoch", [](const BoundPlan& p) { return p.plan.epoch; },
+          "The scheduler's random number.")
+      .def_prop_ro(
+          "num_blocks", [](const BoundPlan& p) { return p.plan.ids.size(); },
+          "Blocks that the jobs move.")
+      .def("encode", &encoded, R"(The plan as bytes, for a worker in another process.
+
+Returns:
+    Little-endian bytes whose size follows the blocks moved, not the length of any request.)")
+      .def_static("decode", &decode, "data"_a, R"(Reads what `encode` has written.
+
+Args:
+    data: Bytes or a contiguous buffer.
+
+Returns:
+    The plan.
+
+Raises:
+    Error: The bytes are no plan of this version, or an index in them lies outside it.)")
+      .def("__getstate__", &encoded, "The encoded plan.")
+      .def(
+          "__setstate__",
+          [](BoundPlan& self, const nb::bytes& state) { new (&self) BoundPlan(decode(state)); },
+          "state"_a, "Takes over an encoded plan.");
+}
+
+void bind_tokens_and_ends(nb::module_& m) {
+  nb::class_<ReadyToken>(m, "ReadyToken", R"(Proof that the bytes of a step's saves are in memory.
+
+Without it a save could read a block that the accelerator has not written yet.)")
+      .def_static("host", &ReadyToken::host,
+                  R"(The caller has synchronised: the bytes are there now.
+
+Returns:
+    A token that is ready.)")
+      .def_static("device_event", &event_token, "event"_a, "query"_a, "not_ready"_a,
+                  "destroy"_a = 0,
+                  R"(A device event that was recorded after the writes.
+
+Args:
+    event: Handle of the event, as an integer.
+    query: Address of a C function `int query(void *event)` that answers 0 when the event has happened,
+        such as cudaEventQuery. It is called from a thread of the worker, without the GIL.
+    not_ready: What `query` answers before, such as 600 (cudaErrorNotReady); anything else is an error.
+    destroy: Address of `void destroy(void *event)`; 0 when the caller keeps the event alive.
+
+Returns:
+    A token that becomes ready with the event.
+
+Raises:
+    Error: `query` is 0.)");
+
+  nb::class_<FailedBlock>(m, "FailedBlock", "A block that a load should have filled and did not.")
+      .def_prop_ro(
+          "group", [](const FailedBlock& b) { return box(b.group); },
+          "Index of the group in the configuration.")
+      .def_ro("chunk", &FailedBlock::chunk, "Position of the block in the request's table.")
+      .def_prop_ro("block", [](const FailedBlock& b) { return raw(b.block); }, "Id of the block.");
+
+  nb::class_<LoadEnd>(m, "LoadEnd",
+                      "The end of one load; exactly one for each job that `allocated` returned.")
+      .def_prop_ro(
+          "request", [](const LoadEnd& e) { return raw(e.request); }, "The request it was for.")
+      .def_prop_ro(
+          "job", [](const LoadEnd& e) { return raw(e.job); }, "The job that `allocated` returned.")
+      .def_ro("valid_tokens", &LoadEnd::valid_tokens,
+              "Length of the usable prefix, local tokens included.")
+      .def_ro("complete", &LoadEnd::complete, "Everything that was promised has arrived.")
+      .def_ro("blocks_quiet", &LoadEnd::blocks_quiet,
+              "False: the blocks are in quarantine, the request needs others.")
+      .def_ro("failed", &LoadEnd::failed, "Blocks that do not hold what they should.");
+
+  nb::class_<SubmitResult>(m, "SubmitResult",
+                           "Whether a worker took a plan; true in a condition when it did.")
+      .def(
+          "__bool__", [](const SubmitResult& r) { return r.accepted; }, "Same as `accepted`.")
+      .def_ro("accepted", &SubmitResult::accepted,
+              "False: the plan's jobs are reported as failed and quiet.")
+      .def_ro("refusal", &SubmitResult::refusal, "Why not, with both values; empty when accepted.");
+}
+
+}  // namespace
+
+void bind_store_plan(nb::module_& m) {
+  bind_step_plan(m);
+  bind_tokens_and_ends(m);
+}
+
+}  // namespace kvprism::bindings

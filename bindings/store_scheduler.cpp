@@ -1,0 +1,418 @@
+// StoreScheduler.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "handles.h"
+#include "ids.h"
+#include "kvprism/backend/clock.h"
+#include "kvprism/base/error.h"
+
+namespace kvprism::bindings {
+
+using namespace nb::literals;
+
+namespace {
+
+constexpr const char* kScheduler = "store scheduler";
+
+using IdArray = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>;
+
+IdArray to_array(std::vector<BlockId> ids) {
+  auto* const kept = new std::vector<BlockId>(std::move(ids));
+  const nb::capsule owner(kept,
+                          [](void* p) noexcept { delete static_cast<std::vector<BlockId>*>(p); });
+  return IdArray(kept->data(), {kept->size()}, owner);
+}
+
+std::uint64_t random_epoch() {
+  std::random_device device;
+  std::uint64_t epoch = 0;
+  while (epoch == 0) epoch = static_cast<std::uint64_t>(device()) << 32 | device();
+  return epoch;
+}
+
+nb::dict to_dict(const StoreSchedulerCounters& c) {
+  nb::dict ledger;
+  ledger["started"] = c.ledger.started;
+  ledger["outcomes"] = c.ledger.outcomes;
+  ledger["quiets"] = c.ledger.quiets;
+  ledger["expired"] = c.ledger.expired;
+  ledger["quarantined"] = c.ledger.quarantined;
+  ledger["late_notices"] = c.ledger.late_notices;
+  ledger["duplicate_notices"] = c.ledger.duplicate_notices;
+  ledger["unknown_notices"] = c.ledger.unknown_notices;
+  ledger["alive"] = c.ledger.alive;
+  ledger["blocks_held"] = c.ledger.blocks_held;
+  ledger["blocks_in_quarantine"] = c.ledger.blocks_in_quarantine;
+  nb::dict out;
+  out["lookups"] = c.lookups;
+  out["lookup_calls"] = c.lookup_calls;
+  out["lookup_keys"] = c.lookup_keys;
+  out["lookups_late"] = c.lookups_late;
+  out["lookups_failed"] = c.lookups_failed;
+  out["hit_tokens"] = c.hit_tokens;
+  out["loaded_tokens"] = c.loaded_tokens;
+  out["loads"] = c.loads;
+  out["loads_failed"] = c.loads_failed;
+  out["load_races"] = c.load_races;
+  out["saves"] = c.saves;
+  out["saved_objects"] = c.saved_objects;
+  out["duplicate_objects"] = c.duplicate_objects;
+  out["saved_bytes"] = c.saved_bytes;
+  out["loaded_objects"] = c.loaded_objects;
+  out["loaded_bytes"] = c.loaded_bytes;
+  out["save_chunks_failed"] = c.save_chunks_failed;
+  out["saves_dropped"] = c.saves_dropped;
+  out["offers_refused"] = c.offers_refused;
+  out["sources_skipped"] = c.sources_skipped;
+  out["reports_foreign"] = c.reports_foreign;
+  out["reports_malformed"] = c.reports_malformed;
+  out["bypasses"] = c.bypasses;
+  out["ledger"] = ledger;
+  return out;
+}
+
+// Releasing the GIL costs more than copying a few hashes.
+class ReleaseForLong {
+ public:
+  explicit ReleaseForLong(const HashList& hashes) {
+    if (hashes.count > 2048) released_.emplace();
+  }
+
+ private:
+  std::optional<nb::gil_scoped_release> released_;
+};
+
+// One call of the scheduler: open, and no other one running.
+class Use {
+ public:
+  explicit Use(BoundScheduler& bound)
+      : bound_(bound), exclusive_(bound.in_use, kScheduler), scheduler_(*bound.shared()) {}
+  StoreScheduler* operator->() const noexcept { return &scheduler_; }
+  HashList hashes(nb::handle object, std::uint64_t request) const {
+    return bound_.hashes.read(object, scheduler_.known_hashes(RequestId{request}),
+                              bound_.hash_width);
+  }
+  HashList new_hashes(nb::handle object) const {
+    return bound_.hashes.read(object, 0, bound_.hash_width);
+  }
+  BlockRows rows(nb::handle object) const { return bound_.rows.read(object); }
+
+ private:
+  BoundScheduler& bound_;
+  ExclusiveUse exclusive_;
+  StoreScheduler& scheduler_;
+};
+
+}  // namespace
+
+void bind_store_scheduler(nb::module_& m) {
+  nb::class_<BoundScheduler>(m, "StoreScheduler", R"(The engine's scheduler side of the store.
+
+It decides what is looked up, loaded and saved, and holds references on the blocks that jobs use. No call blocks; every
+call is harmless for unknown requests and may be repeated. One call at a time, from any thread.
+
+Block tables are given as `rows`, one row for each group of the configuration: lists, integer arrays, or bytes that hold
+native 32-bit integers. `hashes` are the engine's block hashes: a list of bytes, an array of shape (count, width), or
+flat bytes. Both are copied before the call returns.)")
+      .def(
+          "__init__",
+          [](BoundScheduler* self, std::shared_ptr<const KeySchema> schema,
+             std::shared_ptr<StoreHandle> store, std::optional<std::uint64_t> epoch,
+             std::uint32_t ranks, bool loads, bool saves, double lookup_timeout_seconds,
+             double lookup_fresh_for_seconds, double load_timeout_seconds,
+             double save_timeout_seconds, double quarantine_after_seconds,
+             bool detach_quarantined_loads, std::uint32_t full_backoff_after,
+             double full_backoff_seconds, std::uint32_t hash_width) {
+            StoreSchedulerOptions options;
+            options.epoch = epoch ? *epoch : random_epoch();
+            options.ranks = ranks;
+            options.loads = loads;
+            options.saves = saves;
+            options.lookup_timeout = to_duration(lookup_timeout_seconds, "lookup_timeout_seconds");
+            options.lookup_fresh_for =
+                to_duration(lookup_fresh_for_seconds, "lookup_fresh_for_seconds");
+            options.load_timeout = to_duration(load_timeout_seconds, "load_timeout_seconds");
+            options.save_timeout = to_duration(save_timeout_seconds, "save_timeout_seconds");
+            options.quarantine_after =
+                to_duration(quarantine_after_seconds, "quarantine_after_seconds");
+            options.detach_quarantined_loads = detach_quarantined_loads;
+            options.full_backoff_after = full_backoff_after;
+            options.full_backoff = to_duration(full_backoff_seconds, "full_backoff_seconds");
+            new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
+          },
+          "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "ranks"_a = 1,
+          "loads"_a = true, "saves"_a = true, "lookup_timeout_seconds"_a = 0.5,
+          "lookup_fresh_for_seconds"_a = 5.0, "load_timeout_seconds"_a = 20.0,
+          "save_timeout_seconds"_a = 60.0, "quarantine_after_seconds"_a = 120.0,
+          "detach_quarantined_loads"_a = false, "full_backoff_after"_a = 3,
+          "full_backoff_seconds"_a = 5.0, "hash_width"_a = 32, R"(Takes the index side of `store`.
+
+Args:
+    schema: Names the objects.
+    store: Where objects are looked up; no other scheduler may use it.
+    epoch: Travels in every plan and report; random by default.
+    ranks: Workers that report each job, 1 to 64.
+    loads: Look up and load.
+    saves: Save.
+    lookup_timeout_seconds: A later answer is a miss.
+    lookup_fresh_for_seconds: An unused answer is asked again after this.
+    load_timeout_seconds: Bound of a load's outcome.
+    save_timeout_seconds: Bound of a save's outcome.
+    quarantine_after_seconds: Blocks that are still in use this long after the outcome go to quarantine.
+    detach_quarantined_loads: End such loads; the engine must then give the request other blocks.
+    full_backoff_after: Consecutive saves that met a full store before saving pauses.
+    full_backoff_seconds: Length of that pause.
+    hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
+
+Raises:
+    Error: The configuration cannot be used with a store, or an option is out of range; all problems at once.)")
+      .def_prop_ro(
+          "epoch", [](BoundScheduler& b) { return b.shared()->options().epoch; },
+          "Travels in every plan and report.")
+      .def(
+          "lookup",
+          [](BoundScheduler& b, std::uint64_t request, std::uint32_t prompt_tokens,
+             nb::handle hashes, std::uint32_t local_tokens) -> std::optional<std::uint32_t> {
+            const Use use(b);
+            const HashList list = use.hashes(hashes, request);
+            const ReleaseForLong released(list);
+            const LookupResult result =
+                use->lookup(RequestId{request}, prompt_tokens, list, local_tokens, monotonic_now());
+            if (result.pending) return std::nullopt;
+            return result.external_tokens;
+          },
+          "request"_a, "prompt_tokens"_a, "hashes"_a, "local_tokens"_a = 0,
+          nb::sig("def lookup(self, request: int, prompt_tokens: int, hashes: object, "
+                  "local_tokens: int = 0) -> int | None"),
+          R"(How many tokens the store offers beyond the engine's own.
+
+Args:
+    request: Chosen by the engine, unique among live requests.
+    prompt_tokens: Length of the prompt.
+    hashes: All hashes of the prompt; those known from an earlier call are not read again.
+    local_tokens: The engine's own hit.
+
+Returns:
+    The number of tokens, 0 for none, or None: ask again in the next step.)")
+      .def(
+          "allocated",
+          [](BoundScheduler& b, std::uint64_t request, std::uint32_t external_tokens,
+             nb::handle rows) -> std::optional<std::uint64_t> {
+            const Use use(b);
+            const BlockRows view = external_tokens == 0 ? BlockRows() : use.rows(rows);
+            std::optional<JobId> job;
+            {
+              const nb::gil_scoped_release released;
+              job = use->allocated(RequestId{request}, external_tokens, view, monotonic_now());
+            }
+            if (!job) return std::nullopt;
+            return raw(*job);
+          },
+          "request"_a, "external_tokens"_a, "rows"_a,
+          nb::sig("def allocated(self, request: int, external_tokens: int, rows: object) -> int | "
+                  "None"),
+          R"(The engine has blocks for the request and will wait for the load.
+
+Args:
+    request: The request.
+    external_tokens: What `lookup` offered, or 0 when the engine does not want it.
+    rows: Block tables, a row for each group.
+
+Returns:
+    The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.)")
+      .def(
+          "advanced",
+          [](BoundScheduler& b, std::uint64_t request, std::uint32_t accepted_tokens,
+             nb::handle new_hashes) {
+            const Use use(b);
+            const HashList list = use.new_hashes(new_hashes);
+            const ReleaseForLong released(list);
+            use->advanced(RequestId{request}, accepted_tokens, list);
+          },
+          "request"_a, "accepted_tokens"_a, "new_hashes"_a = nb::none(),
+          nb::sig("def advanced(self, request: int, accepted_tokens: int, new_hashes: object = "
+                  "None) -> None"),
+          R"(Tells how many tokens of the request are computed and final after this step.
+
+Args:
+    request: The request.
+    accepted_tokens: May shrink, when draft tokens are rejected.
+    new_hashes: Hashes that follow those known already; see `known_hashes`.)")
+      .def(
+          "known_hashes",
+          [](BoundScheduler& b, std::uint64_t request) {
+            return Use(b)->known_hashes(RequestId{request});
+          },
+          "request"_a, R"(How many hashes of the request the scheduler has.
+
+Args:
+    request: The request.
+
+Returns:
+    Their number; 0 for unknown requests.)")
+      .def(
+          "wants_save",
+          [](BoundScheduler& b,
+             std::uint64_t request) -> std::optional<std::pair<std::uint32_t, std::uint32_t>> {
+            const TokenRange range = Use(b)->wants_save(RequestId{request}, monotonic_now());
+            if (range.empty()) return std::nullopt;
+            return std::pair(range.from, range.to);
+          },
+          "request"_a, R"(What is ready to be saved and not yet planned.
+
+Args:
+    request: The request.
+
+Returns:
+    First and end token of the range, or None.)")
+      .def(
+          "save",
+          [](BoundScheduler& b, std::uint64_t request,
+             std::pair<std::uint32_t, std::uint32_t> range, nb::handle rows) {
+            const Use use(b);
+            const BlockRows view = use.rows(rows);
+            const nb::gil_scoped_release released;
+            use->save(RequestId{request}, {range.first, range.second}, view, monotonic_now());
+          },
+          "request"_a, "range"_a, "rows"_a,
+          nb::sig("def save(self, request: int, range: tuple[int, int], rows: object) -> None"),
+          R"(Plans a save from the engine's present block tables.
+
+Args:
+    request: The request.
+    range: What `wants_save` returned, or a shorter range from the same token.
+    rows: Block tables of this step, a row for each group; null blocks are never read.)")
+      .def(
+          "boundary",
+          [](BoundScheduler& b, std::uint64_t request, const PyGroupId& group, std::int32_t block,
+             std::uint32_t tokens) {
+            const Use use(b);
+            const GroupId id = checked(group, use->projection().num_groups(), "GroupId");
+            use->boundary(RequestId{request}, id, BlockId{block}, tokens);
+          },
+          "request"_a, "group"_a, "block"_a, "tokens"_a,
+          R"(Offers the state that ends a prefix, for groups that hand off states.
+
+Args:
+    request: The request.
+    group: The group.
+    block: Block that holds the state.
+    tokens: Length of the prefix, a multiple of the group's tokens per block.)")
+      .def(
+          "preempted",
+          [](BoundScheduler& b, std::uint64_t request) { Use(b)->preempted(RequestId{request}); },
+          "request"_a, R"(The request has lost its blocks and will start again.
+
+Args:
+    request: The request.)")
+      .def(
+          "finished",
+          [](BoundScheduler& b, std::uint64_t request, bool aborted) {
+            Use(b)->finished(RequestId{request},
+                             aborted ? FinishReason::kAborted : FinishReason::kCompleted);
+          },
+          "request"_a, "aborted"_a = false,
+          R"(The request is over; jobs in flight keep their blocks.
+
+Args:
+    request: The request.
+    aborted: It was ended from outside.)")
+      .def(
+          "end_step",
+          [](BoundScheduler& b) {
+            const Use use(b);
+            BoundPlan out;
+            const nb::gil_scoped_release released;
+            out.plan = use->end_step(monotonic_now());
+            return out;
+          },
+          R"(Sends the step's lookups as one call and hands over the step's jobs.
+
+Returns:
+    The plan, for every worker; often empty.)")
+      .def(
+          "report",
+          [](BoundScheduler& b, nb::handle data) {
+            const Use use(b);
+            const EncodedBytes encoded(data, "data");
+            const nb::gil_scoped_release released;
+            use->report(encoded.bytes(), monotonic_now());
+          },
+          "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> None"),
+          R"(Takes in reports of workers.
+
+Args:
+    data: One or several reports, one behind the other. Malformed ones are counted, never raised.)")
+      .def(
+          "take_load_ends",
+          [](BoundScheduler& b) {
+            std::vector<LoadEnd> ends;
+            Use(b)->take_load_ends(ends);
+            return ends;
+          },
+          R"(Loads that have ended since the last call.
+
+Returns:
+    A list; each load appears once.)")
+      .def(
+          "take_acquired",
+          [](BoundScheduler& b) {
+            std::vector<BlockId> ids;
+            Use(b)->take_acquired(ids);
+            return to_array(std::move(ids));
+          },
+          R"(Blocks that need one more reference, to be added before any block is freed.
+
+Returns:
+    Block ids, in order; an id may appear more than once.)")
+      .def(
+          "take_released",
+          [](BoundScheduler& b) {
+            std::vector<BlockId> ids;
+            Use(b)->take_released(ids);
+            return to_array(std::move(ids));
+          },
+          R"(Blocks that need one reference less.
+
+Returns:
+    Block ids, in order; an id may appear more than once.)")
+      .def(
+          "has_pending_work", [](BoundScheduler& b) { return Use(b)->has_pending_work(); },
+          "True while a job is not quiet: the engine must keep stepping.")
+      .def(
+          "tracked", [](BoundScheduler& b) { return Use(b)->tracked(); },
+          "Requests, jobs and lookups that are remembered; 0 at the end of a clean run.")
+      .def(
+          "counters", [](BoundScheduler& b) { return to_dict(Use(b)->counters()); },
+          nb::sig("def counters(self) -> dict[str, int | dict[str, int]]"),
+          "Counters by name; those of the jobs under 'ledger'.")
+      .def(
+          "close",
+          [](BoundScheduler& b, double timeout_seconds) {
+            const Duration budget = to_duration(timeout_seconds, "timeout_seconds");
+            const ExclusiveUse exclusive(b.in_use, kScheduler);
+            const nb::gil_scoped_release released;
+            return b.close(budget).unquiet;
+          },
+          "timeout_seconds"_a = 5.0,
+          R"(Ends lookups; every later call but this one raises ClosedError.
+
+Args:
+    timeout_seconds: Longest wait for lookups in flight.
+
+Returns:
+    Lookups that did not end.)");
+}
+
+}  // namespace kvprism::bindings
