@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable
@@ -91,6 +92,7 @@ def mooncake_objects(master: str, metrics: str) -> tuple[list[str], Read]:
         master: Address of the master.
         metrics: Address of the master's HTTP port.
     """
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # read when the library is opened
     from mooncake.store import MooncakeDistributedStore
 
     url = urllib.parse.urlunsplit(("http", metrics, "/get_all_keys", "", ""))
