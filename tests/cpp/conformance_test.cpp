@@ -112,5 +112,11 @@ INSTANTIATE_TEST_SUITE_P(InProcess, StoreConformance,
                                          StoreFactory{"blocking", [] { return blocking(); }}),
                          factory_name);
 
+INSTANTIATE_TEST_SUITE_P(InProcess, BoundedStoreConformance,
+                         testing::Values(StoreFactory{"slow_memory", [] { return memory(kSlow); }},
+                                         StoreFactory{"no_faults_slow",
+                                                      [] { return no_faults(kSlow); }}),
+                         factory_name);
+
 }  // namespace
 }  // namespace kvprism::test
