@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from ._core import UnavailableError
 from .mooncake_wheel import InstalledMooncake, find_installed_mooncake
 
 # Below the range from which the kernel gives out ports of its own (R70).
@@ -28,7 +29,7 @@ _ENVIRONMENT = {
 }
 
 
-class LocalMooncakeError(RuntimeError):
+class LocalMooncakeError(UnavailableError):
     """A server did not start; the message has its log."""
 
 

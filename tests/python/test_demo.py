@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import kvprism
 import numpy as np
 import pytest
-from kvprism import sim
+from kvprism import local_mooncake, sim
 from kvprism.cli import main
 from kvprism.demo import audit, engine, report, workload
 
@@ -162,3 +163,22 @@ class TestRingDetector:
         assert stored.ring_positions == 32
         assert stored.wrong_size == [key]
         assert stored.objects == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize("command", [["demo"], ["replay", "TRACE", "--store", "mooncake"]])
+def test_without_mooncake(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n')
+    monkeypatch.setattr(local_mooncake, "find_installed_mooncake", lambda: None)
+    assert main([str(trace) if word == "TRACE" else word for word in command]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == (
+        f"kvprism {command[0]}: Mooncake is not installed:"
+        " pip install mooncake-transfer-engine-non-cuda\n"
+    )

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from .. import MemoryPool, __version__, memory_store
+from .. import MemoryPool, UnavailableError, __version__, memory_store
 from . import audit, engine, report, workload
 
 # Both variants with room to spare, so that the master evicts nothing.
@@ -41,7 +41,7 @@ def _child(name: str, master: str, histories: engine.History | None) -> dict[str
     )
     if done.returncode != 0:
         sys.stderr.write(done.stderr)
-        raise RuntimeError(f"demo: the engine of variant {name} ended with {done.returncode}")
+        raise UnavailableError(f"the engine of variant {name} ended with {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
@@ -91,7 +91,7 @@ def _in_memory() -> tuple[str, list[report.Row]]:
 def run(args: argparse.Namespace) -> int:
     """Runs ``kvprism demo``; 0 only when all that it is to show has been seen."""
     begin = time.monotonic()
-    store, rows = _on_mooncake() if args.store == "mooncake" else _in_memory()
+    store, rows = _in_memory() if args.store == "memory" else _on_mooncake()
     seconds = time.monotonic() - begin
     failures = [f"{row['variant']}: {text}" for row in rows for text in row["failures"]]
     if args.json:
