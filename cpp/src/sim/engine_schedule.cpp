@@ -206,6 +206,10 @@ void Engine::Impl::schedule(Instant now) {
   if (schedule_running(now, budget)) return;
   // Those that hold blocks already come first.
   const Sequence* const alone = patient();
+  if (alone != nullptr && alone->phase == Sequence::Phase::kWaiting && running.empty()) {
+    while (preempt_for(*alone)) {
+    }
+  }
   bool starved = false;
   for (const bool ready : {true, false}) {
     // A newcomer's load would take the blocks that a loaded request waits for, and so on in turns.

@@ -31,8 +31,9 @@ struct Lookup {
 struct Request {
   std::uint64_t generation = 0;  // tells two requests of one id apart
   std::vector<std::uint8_t> hashes;
-  std::uint32_t accepted = 0;     // tokens
-  std::uint32_t planned = 0;      // tokens whose save is planned or known: the watermark
+  std::vector<std::uint64_t> handed_off;  // states whose save is planned, as state_mark() has them
+  std::uint32_t accepted = 0;             // tokens
+  std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
   bool bypass = false;            // a load failed: compute instead of asking again (R41)
   bool loading = false;
@@ -81,6 +82,11 @@ void check_options(const StoreSchedulerOptions& options, ProblemList& problems) 
   positive("quarantine_after", options.quarantine_after);
   positive("full_backoff", options.full_backoff);
   if (options.full_backoff_after == 0) problems.add("full_backoff_after", "0", "at least 1 save");
+}
+
+// One state of a request: its group and the tokens that it sums up.
+constexpr std::uint64_t state_mark(StoreIndex group, std::uint32_t tokens) noexcept {
+  return std::uint64_t{raw(group)} << 32 | tokens;
 }
 
 // `failed` is sorted by group and chunk (JobEvent).
@@ -214,6 +220,7 @@ struct StoreScheduler::Impl {
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   void plan_offers(Instant now);
+  void drop_offers();
   void start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                   bool references_held);
   void settle(Instant now);
@@ -350,6 +357,10 @@ void StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
   if (offers.empty()) return;
+  if (now < backoff_until) {
+    drop_offers();
+    return;
+  }
   begin_plan();
   std::stable_sort(offers.begin(), offers.end(),
                    [](const Offer& a, const Offer& b) { return raw(a.request) < raw(b.request); });
@@ -366,6 +377,19 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
     const Request* const request = find(offers[first].request);
     start_save(offers[first].request, request == nullptr ? 0 : request->generation, {}, now, true);
     first = end;
+  }
+  offers.clear();
+  offer_hashes.clear();
+}
+
+// A full pool takes no states either (R50).
+void StoreScheduler::Impl::drop_offers() {
+  counters.saves_dropped += offers.size();
+  for (const Offer& offer : offers) {
+    released.push_back(offer.block);
+    if (Request* const request = find(offer.request)) {
+      std::erase(request->handed_off, state_mark(offer.group, offer.tokens));
+    }
   }
   offers.clear();
   offer_hashes.clear();
@@ -392,7 +416,16 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   }
 
   Request* const request = find(save.request, save.generation);
-  if (request == nullptr || save.range.empty()) return;
+  if (request == nullptr) return;
+  if (save.range.empty()) {
+    // A state that was not stored may be offered again.
+    if (end.whole) request->handed_off.clear();
+    for (const FailedChunk& chunk : end.failed) {
+      const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
+      std::erase(request->handed_off, state_mark(chunk.group, tokens));
+    }
+    return;
+  }
   // The watermark stops at the first hole: what lies behind one is of no use to a prefix (R50).
   std::uint32_t hole = end.whole ? save.range.from : save.range.to;
   for (const FailedChunk& chunk : end.failed) {
@@ -619,6 +652,11 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
     ++s.counters.offers_refused;
     return;
   }
+  // An engine offers a state again when it computes it again, e.g. after a preemption.
+  const std::uint64_t mark = state_mark(*index, tokens);
+  auto& handed_off = request->handed_off;
+  if (std::find(handed_off.begin(), handed_off.end(), mark) != handed_off.end()) return;
+  handed_off.push_back(mark);
   const auto hash = s.hashes_of(*request)[tokens / s.hash_tokens - 1];
   s.offers.push_back({id, *index, block, tokens, s.offer_hashes.size()});
   s.offer_hashes.insert(s.offer_hashes.end(), hash.begin(), hash.end());
