@@ -79,29 +79,31 @@ struct WorldResult {
 // Runs one seed to its end or to the first broken invariant. The same options give the same result.
 //
 // What must hold after every event, by the word that WorldResult::invariant shows:
-//   memory        every byte that was computed or loaded is the oracle's; nothing else has changed
-//   but
-//                 destinations of running loads; guards are whole
-//   references    a block's references are those of the tables and of the jobs that may still touch
-//   it;
-//                 a free block is poisoned
-//   object        every stored object is, byte for byte, what the text of its key says; a ring has
-//   none hit           what a lookup offers was stored, is a multiple of S and leaves enough to
-//   compute bypass        after a failed load a request is offered nothing more outcome       a
-//   worker tells at most one outcome of a job, and quiet         at most one quiet, not before the
-//   outcome; a load ends only when it is quiet load end      each promised load ends once job id no
-//   job is planned twice, none is reported that was not planned null block    no plan names the
-//   null block save range    saves are multiples of S, and hole          none begins behind a chunk
-//   that failed and was not planned again foreign plan  plans of another digest, epoch, group or
-//   pool are refused engine        a call makes no sense: a load ends with impossible tokens,
-//   brings wrong bytes, ... oracle        every 128 events and at the end: all that is believed,
-//   computed anew
+//   memory        computed and loaded bytes are the oracle's; nothing else changes but destinations
+//                 of running loads; guards are whole
+//   references    a block's references are those of the tables and of the jobs that may still
+//                 touch it; a free block is poisoned
+//   object        every stored object is what the text of its key says; a ring has none
+//   hit           what a lookup offers was stored, is a multiple of S, leaves enough to compute
+//   bypass        after a failed load a request is offered nothing more
+//   outcome       a worker tells at most one outcome of a job
+//   quiet         and one quiet, not before the outcome; a load ends only when it is quiet
+//   load end      each promised load ends once
+//   job id        no job is planned twice; none is reported that was not planned
+//   null block    no plan names the null block
+//   save range    saves are multiples of S
+//   hole          and none begins behind a chunk that failed and was not planned again
+//   foreign plan  plans of another digest, epoch, group or pool are refused
+//   engine        no call makes nonsense of the engine's state
+//   oracle        every 128 events and at the end: all that is believed, computed anew
+//
 // In the end:
-//   drain         everything comes to its end, and nothing is remembered, held or running
+//   drain         everything comes to its end; nothing is remembered, held or running
 //   close         a worker that closes tells an outcome of every job
+//
 // In worlds without faults also:
 //   missed hit    a lookup finds everything that was stored when it was asked
-//   not stored    everything that a finished request computed is in the store up to a multiple of S
+//   not stored    what a finished request computed is in the store, up to a multiple of S
 WorldResult run_world(const WorldOptions& options);
 
 }  // namespace kvprism::sim
