@@ -73,6 +73,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["loaded_bytes"] = c.loaded_bytes;
   out["save_chunks_failed"] = c.save_chunks_failed;
   out["saves_dropped"] = c.saves_dropped;
+  out["saves_known"] = c.saves_known;
   out["offers_refused"] = c.offers_refused;
   out["sources_skipped"] = c.sources_skipped;
   out["reports_foreign"] = c.reports_foreign;

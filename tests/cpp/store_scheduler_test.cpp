@@ -517,13 +517,46 @@ TEST_F(SchedulerTest, TheWatermarkStopsAtTheFirstHole) {
   EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{32, 80}));
 }
 
+TEST_F(SchedulerTest, WhatWasSavedLatelyIsNotSavedAgain) {
+  build({test::full_group(16)});
+  const Hashes hashes(6, 1);
+  const Rows rows({{1, 2, 3, 4, 5, 6}});
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  const RequestId other{2};
+  scheduler->advanced(other, 96, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(other, now), (TokenRange{0, 96})) << "nothing is confirmed yet";
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  EXPECT_EQ(scheduler->wants_save(other, now), (TokenRange{32, 96})) << "up to the first hole";
+  EXPECT_EQ(scheduler->counters().saves_known, 2u);
+  now = now + scheduler->options().saved_fresh_for;
+  const RequestId later{3};
+  scheduler->advanced(later, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(later, now), (TokenRange{0, 64})) << "it may have been evicted";
+}
+
+TEST_F(SchedulerTest, ASaveWithHolesInItsTableProvesNothing) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(4, 1);
+  const Rows slid({{1, 2, 3, 4}, {0, 0, 13, 14}});
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->save(kRequest, {0, 64}, slid.get(), now);
+  report(scheduler->end_step(now).jobs[0].id, JobOutcome::kOk, true);
+  const RequestId other{2};
+  scheduler->advanced(other, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(other, now), (TokenRange{0, 64}))
+      << "the window's first chunks are not in the store";
+}
+
 TEST_F(SchedulerTest, AFullPoolIsLeftAloneForAWhile) {
   // R50: three full answers, then a pause; nothing is thrown and the engine goes on.
   build({test::full_group(16)});
   const Rows rows({{1, 2, 3, 4}});
-  const Hashes hashes(4, 1);
   for (std::uint64_t request = 1; request <= 3; ++request) {
     const RequestId id{request};
+    const Hashes hashes(4, static_cast<std::uint8_t>(request));
     scheduler->advanced(id, 64, hashes.list());
     const TokenRange range = scheduler->wants_save(id, now);
     ASSERT_FALSE(range.empty()) << request;
@@ -532,6 +565,7 @@ TEST_F(SchedulerTest, AFullPoolIsLeftAloneForAWhile) {
     report(job, JobOutcome::kPartial, true,
            {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kNoSpace)}});
   }
+  const Hashes hashes(4, 9);
   const RequestId fourth{4};
   scheduler->advanced(fourth, 64, hashes.list());
   EXPECT_TRUE(scheduler->wants_save(fourth, now).empty());

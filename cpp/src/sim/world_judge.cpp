@@ -207,11 +207,12 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   if (range.from % step_tokens_ != 0 || range.to % step_tokens_ != 0 || range.empty()) {
     fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
   }
-  std::vector<std::uint32_t>& holes = holes_[raw(request)];
-  for (const std::uint32_t hole : holes) {
-    if (range.from > hole)
+  std::vector<Hole>& holes = holes_[raw(request)];
+  for (const Hole& hole : holes) {
+    // Another request of the same prefix may have filled it.
+    if (range.from > hole.tokens && !stored_.contains(hole.content))
       fail("hole",
-           "a save begins at " + number(range.from) + " behind the hole at " + number(hole));
+           "a save begins at " + number(range.from) + " behind the hole at " + number(hole.tokens));
   }
   holes.clear();
 }
@@ -231,6 +232,12 @@ void JobJudge::planned(const StepPlan& plan) {
       for (std::uint32_t i = 0; i < run.count; ++i) {
         const BlockId block = plan.ids[run.first_id + i];
         job.blocks.push_back(block);
+        if (record.kind == JobKind::kSave) {
+          const auto hash = plan.view().mark_hash(run.first_mark + i);
+          std::string content(hash.begin(), hash.end());
+          content += number(raw(run.group));
+          job.pieces.push_back({run.group, run.first_chunk + i, std::move(content)});
+        }
         if (raw(block) <= 0 || static_cast<std::size_t>(raw(block)) >= held_.size()) {
           fail("null block", "a plan names block " + std::to_string(raw(block)));
           return;
@@ -278,7 +285,7 @@ void JobJudge::load_ended(const LoadEnd& end) {
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
   // What came from the store closes the holes before it.
   std::erase_if(holes_[raw(end.request)],
-                [&](std::uint32_t hole) { return hole < end.valid_tokens; });
+                [&](const Hole& hole) { return hole.tokens < end.valid_tokens; });
   if (job != jobs_.end() && end.blocks_quiet && !everywhere(job->second.quiet_delivered)) {
     fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
   }
@@ -352,9 +359,9 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     const bool outcome_before = everywhere(job.outcome_delivered);
     if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered[rank]) {
       job.outcome_delivered[rank] = true;
-      for (const FailedChunk& chunk : report.failed_of(entry)) {
-        job.failed.push_back(chunk.chunk * chunk_tokens_[raw(chunk.group)]);
-      }
+      const auto failed = report.failed_of(entry);
+      job.failed.insert(job.failed.end(), failed.begin(), failed.end());
+      job.whole |= entry.outcome == JobOutcome::kFailed || entry.outcome == JobOutcome::kCancelled;
     }
     if (entry.quiet != 0) job.quiet_delivered[rank] = true;
     const bool outcome_now = everywhere(job.outcome_delivered);
@@ -363,10 +370,18 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
       // After the scheduler's own bound its answer does not depend on these reports any more.
       const bool counts = now < job.planned_at + options_.save_timeout;
       const bool present = job.generation == generations_[raw(job.request)];
-      if (job.kind == JobKind::kSave && !job.hand_off && counts && present) {
-        auto& holes = holes_[raw(job.request)];
-        holes.insert(holes.end(), job.failed.begin(), job.failed.end());
+      for (Piece& piece : job.pieces) {
+        const bool failed =
+            std::any_of(job.failed.begin(), job.failed.end(), [&](const FailedChunk& chunk) {
+              return chunk.group == piece.group && chunk.chunk == piece.chunk;
+            });
+        if (!failed && !job.whole) stored_.insert(piece.content);
+        if (failed && !job.hand_off && counts && present) {
+          holes_[raw(job.request)].push_back(
+              {piece.chunk * chunk_tokens_[raw(piece.group)], std::move(piece.content)});
+        }
       }
+      job.pieces.clear();
     }
     for (const BlockId block : job.blocks) {
       if (quiet_now && !quiet_before) --at_least_[static_cast<std::size_t>(raw(block))];

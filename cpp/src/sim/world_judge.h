@@ -110,6 +110,17 @@ class JobJudge final : public EngineObserver {
  private:
   static constexpr std::uint32_t kMaxRanks = 4;
 
+  // One chunk of a save, and the name of its content: the group and the hash of its prefix.
+  struct Piece {
+    StoreIndex group{};
+    std::uint32_t chunk = 0;
+    std::string content;
+  };
+  // Where a save failed and was not planned again.
+  struct Hole {
+    std::uint32_t tokens = 0;
+    std::string content;
+  };
   struct Job {
     RequestId request{};
     JobKind kind{};
@@ -122,7 +133,9 @@ class JobJudge final : public EngineObserver {
     std::array<std::uint32_t, kMaxRanks> quiets{};
     std::array<bool, kMaxRanks> outcome_delivered{};
     std::array<bool, kMaxRanks> quiet_delivered{};
-    std::vector<std::uint32_t> failed;  // tokens where its chunks failed, on any rank
+    std::vector<Piece> pieces;        // of a save
+    bool whole = false;               // a rank failed as a whole
+    std::vector<FailedChunk> failed;  // on any rank
   };
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
@@ -145,8 +158,8 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
   std::unordered_set<std::uint64_t> ended_loads_;
   std::uint64_t num_loads_ = 0;
-  // Where saves failed and were not planned again, in tokens, by request.
-  std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> holes_;
+  std::unordered_map<std::uint64_t, std::vector<Hole>> holes_;  // by request
+  std::unordered_set<std::string> stored_;  // contents that every rank has said to have stored
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
   std::unordered_set<std::uint64_t>
       failed_loads_;  // requests that must compute for themselves now (R41)

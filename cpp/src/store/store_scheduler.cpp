@@ -9,6 +9,7 @@
 #include "kvprism/store/validate_store.h"
 #include "store/lookup_desk.h"
 #include "store/plan_builder.h"
+#include "store/saved_prefixes.h"
 
 namespace kvprism {
 namespace {
@@ -54,7 +55,9 @@ struct Load {
 struct Save {
   RequestId request{};
   std::uint64_t generation = 0;
-  TokenRange range;  // empty for hand-offs
+  TokenRange range;                 // empty for hand-offs
+  std::vector<std::uint64_t> tags;  // of the prefixes that end in it, one each S tokens; empty
+                                    // when a chunk had no source
 };
 
 // A state that the engine handed off, until the step's plan is made.
@@ -81,6 +84,7 @@ void check_options(const StoreSchedulerOptions& options, ProblemList& problems) 
   positive("save_timeout", options.save_timeout);
   positive("quarantine_after", options.quarantine_after);
   positive("full_backoff", options.full_backoff);
+  positive("saved_fresh_for", options.saved_fresh_for);
   if (options.full_backoff_after == 0) problems.add("full_backoff_after", "0", "at least 1 save");
 }
 
@@ -117,7 +121,8 @@ struct StoreScheduler::Impl {
         hash_tokens(schema->projection().hash_block_size()),
         desk(schema, std::move(index)),
         ledger({wanted.ranks, wanted.quarantine_after}),
-        builder(plan) {
+        builder(plan),
+        saved_prefixes(wanted.saved_fresh_for) {
     for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
       save_rules.push_back(schema->projection().group(group).traits.save);
     }
@@ -134,6 +139,7 @@ struct StoreScheduler::Impl {
   JobLedger ledger;
   StepPlan plan;
   detail::PlanBuilder builder;
+  detail::SavedPrefixes saved_prefixes;
   bool plan_taken = false;
   std::uint64_t step = 0;
   std::uint64_t next_serial = 1;
@@ -184,6 +190,11 @@ struct StoreScheduler::Impl {
   HashList hashes_of(const Request& request) const {
     return {request.hashes.data(), hash_count(request), hash_width};
   }
+  // Of the prefix that ends S tokens after `from`.
+  std::uint64_t tag_at(const Request& request, std::uint32_t from) const {
+    return detail::SavedPrefixes::tag_of(
+        hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
+  }
 
   // The first width that the engine uses holds: two widths in one plan would name two kinds of
   // prefix.
@@ -221,9 +232,10 @@ struct StoreScheduler::Impl {
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   void plan_offers(Instant now);
   void drop_offers();
-  void start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
-                  bool references_held);
+  Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
+                   bool references_held);
   void settle(Instant now);
+  void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
   void end_load(JobId id, Load& load, const JobEvent& end, bool quiet);
 };
@@ -344,15 +356,15 @@ std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const B
   return reached;
 }
 
-void StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
-                                      const TokenRange& range, Instant now, bool references_held) {
+Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
+                                       const TokenRange& range, Instant now, bool references_held) {
   const auto blocks = builder.blocks();
   const JobId job =
       ledger.start(JobKind::kSave, id, blocks, ledger_deadline(now, options.save_timeout));
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
-  saves.emplace(raw(job), Save{id, generation, range});
   ++counters.saves;
+  return saves.emplace(raw(job), Save{id, generation, range, {}}).first->second;
 }
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
@@ -395,10 +407,22 @@ void StoreScheduler::Impl::drop_offers() {
   offer_hashes.clear();
 }
 
+// What every rank has stored whole needs no second save for a while.
+void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end, Instant now) {
+  if (end.whole) return;
+  for (std::size_t unit = 0; unit < save.tags.size(); ++unit) {
+    const std::uint32_t start = save.range.from + static_cast<std::uint32_t>(unit) * step_tokens;
+    const bool stored = std::none_of(end.failed.begin(), end.failed.end(), [&](const auto& chunk) {
+      return aligned(chunk.chunk * groups[raw(chunk.group)].chunk_tokens) == start;
+    });
+    if (stored) saved_prefixes.add(save.tags[unit], now);
+  }
+}
+
 void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   const auto it = saves.find(raw(end.job));
   if (it == saves.end()) return;
-  const Save save = it->second;
+  const Save save = std::move(it->second);
   saves.erase(it);
   counters.saved_objects += end.objects;
   counters.duplicate_objects += end.duplicates;
@@ -415,6 +439,7 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
     backoff_until = now + options.full_backoff;
   }
 
+  remember_saved(save, end, now);
   Request* const request = find(save.request, save.generation);
   if (request == nullptr) return;
   if (save.range.empty()) {
@@ -600,12 +625,18 @@ std::uint32_t StoreScheduler::known_hashes(RequestId id) const noexcept {
   return request == nullptr ? 0 : impl_->hash_count(*request);
 }
 
-TokenRange StoreScheduler::wants_save(RequestId id, Instant now) const noexcept {
-  const Request* const request = impl_->find(id);
-  if (request == nullptr || !impl_->options.saves || now < impl_->backoff_until) return {};
-  const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
-  const std::uint32_t to = impl_->aligned(std::min(request->accepted, hashed));
+TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
+  Impl& s = *impl_;
+  Request* const request = s.find(id);
+  if (request == nullptr || !s.options.saves || now < s.backoff_until) return {};
+  const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
+  const std::uint32_t to = s.aligned(std::min(request->accepted, hashed));
   if (to <= request->planned || to <= request->retry_above) return {};
+  while (request->planned < to &&
+         s.saved_prefixes.contains(s.tag_at(*request, request->planned), now)) {
+    request->planned += s.step_tokens;
+    ++s.counters.saves_known;
+  }
   return {request->planned, to};
 }
 
@@ -626,6 +657,7 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
                            : ChunkRange{});
   }
   s.add_marks(request);
+  const std::uint64_t skipped_before = s.counters.sources_skipped;
   const std::uint32_t reached = s.add_sources(wanted, rows);
   request.planned = reached;
   if (reached < wanted.to) request.retry_above = wanted.to;
@@ -633,7 +665,12 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
     s.builder.abandon();
     return;
   }
-  s.start_save(id, request.generation, wanted, now, false);
+  Save& save = s.start_save(id, request.generation, wanted, now, false);
+  if (s.counters.sources_skipped != skipped_before) return;
+  save.tags.reserve((wanted.to - wanted.from) / s.step_tokens);
+  for (std::uint32_t from = wanted.from; from < wanted.to; from += s.step_tokens) {
+    save.tags.push_back(s.tag_at(request, from));
+  }
 }
 
 void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::uint32_t tokens) {

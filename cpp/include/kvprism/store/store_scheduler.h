@@ -32,8 +32,9 @@ struct StoreSchedulerOptions {
   // Reports a load that went to quarantine although its blocks are not quiet. Only for engines that
   // then give the request other blocks; the quarantined ones stay referenced.
   bool detach_quarantined_loads = false;
-  std::uint32_t full_backoff_after = 3;  // consecutive saves that met a full pool (R50)
-  Duration full_backoff = seconds(5);    // saves dropped for so long
+  std::uint32_t full_backoff_after = 3;    // consecutive saves that met a full pool (R50)
+  Duration full_backoff = seconds(5);      // saves dropped for so long
+  Duration saved_fresh_for = seconds(60);  // what was saved is not saved again for so long
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
@@ -96,6 +97,7 @@ struct StoreSchedulerCounters {
   std::uint64_t loaded_bytes = 0;
   std::uint64_t save_chunks_failed = 0;
   std::uint64_t saves_dropped = 0;  // while backing off from a full pool
+  std::uint64_t saves_known = 0;    // stretches of S tokens saved lately: not saved again
   std::uint64_t offers_refused =
       0;  // boundary() calls that named a null block or an unknown prefix
   std::uint64_t sources_skipped = 0;  // chunks without a source in the present table
@@ -137,7 +139,7 @@ class KVPRISM_API StoreScheduler {
   std::uint32_t known_hashes(RequestId request) const noexcept;
 
   // What is ready to be saved and not yet planned; empty when nothing is.
-  TokenRange wants_save(RequestId request, Instant now) const noexcept;
+  TokenRange wants_save(RequestId request, Instant now) noexcept;
   // Plans the save of `range` from the engine's present tables of this step.
   void save(RequestId request, const TokenRange& range, const BlockRows& rows, Instant now);
   // The engine offers the state of a hand-off group that ends the prefix of `tokens` (a multiple of
