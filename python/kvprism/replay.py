@@ -98,7 +98,7 @@ def open_store(kind: str, capacity_bytes: int) -> Iterator[ObjectStore]:
     from .local_mooncake import LocalMooncake
 
     # Mooncake logs what is not worth a line here; what goes wrong is told by kvprism.
-    quiet = {"GLOG_minloglevel": os.environ.get("GLOG_minloglevel", "3")}  # noqa: SIM112
+    quiet = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
     # Objects are rounded up, and the master evicts before it is full.
     with LocalMooncake(storage_bytes=capacity_bytes + capacity_bytes // 2 + (64 << 20)) as server:
         yield mooncake_store(master=server.master, environment=quiet)

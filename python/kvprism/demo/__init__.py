@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -63,8 +62,6 @@ def _on_mooncake() -> tuple[str, list[report.Row]]:
 
     variants = [workload.variant(name) for name in workload.VARIANTS]
     rows = []
-    # Mooncake logs what is not worth a line here; what goes wrong is told by kvprism.
-    os.environ.setdefault("GLOG_minloglevel", "3")
     with LocalMooncake(storage_bytes=_STORAGE_BYTES) as server:
         runs = []
         for variant in variants:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .. import sim
-from .._core import MemoryPool, Projection
+from .._core import MemoryPool, Projection, UnavailableError
 from .workload import Variant
 
 # Reads one object by its name.
@@ -83,6 +85,22 @@ def pool_objects(pool: MemoryPool) -> tuple[list[str], Read]:
     return [key for key, _ in pool.objects()], read
 
 
+@contextlib.contextmanager
+def _stderr_aside() -> Iterator[Callable[[], str]]:
+    """Keeps what native code writes to stderr meanwhile, and gives it to whoever asks."""
+    with tempfile.TemporaryFile() as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+
+        text = ""
+        try:
+            yield lambda: text
+        finally:
+            text = os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
 def mooncake_objects(master: str, metrics: str) -> tuple[list[str], Read]:
     """Names of all objects in a Mooncake, told by its master, and a way to read them.
 
@@ -92,13 +110,15 @@ def mooncake_objects(master: str, metrics: str) -> tuple[list[str], Read]:
         master: Address of the master.
         metrics: Address of the master's HTTP port.
     """
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # read when the library is opened
-    from mooncake.store import MooncakeDistributedStore
-
     url = urllib.parse.urlunsplit(("http", metrics, "/get_all_keys", "", ""))
     with urllib.request.urlopen(url, timeout=10) as answer:
         keys = answer.read().decode().split()
-    client = MooncakeDistributedStore()
-    if client.setup("127.0.0.1", "P2PHANDSHAKE", 0, _STAGING_BYTES, "tcp", "", master) != 0:
-        raise RuntimeError(f"Mooncake's Python client cannot be set up with {master}")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is opened
+    with _stderr_aside() as log:
+        from mooncake.store import MooncakeDistributedStore
+
+        client = MooncakeDistributedStore()
+        status = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, _STAGING_BYTES, "tcp", "", master)
+    if status != 0:
+        raise UnavailableError(f"Mooncake's own client cannot be set up: {status}\n{log()}")
     return keys, client.get
