@@ -74,6 +74,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["save_chunks_failed"] = c.save_chunks_failed;
   out["saves_dropped"] = c.saves_dropped;
   out["saves_known"] = c.saves_known;
+  out["saves_known"] = c.saves_known;
   out["offers_refused"] = c.offers_refused;
   out["sources_skipped"] = c.sources_skipped;
   out["reports_foreign"] = c.reports_foreign;
@@ -134,7 +135,8 @@ flat bytes. Both are copied before the call returns.)")
              double lookup_fresh_for_seconds, double load_timeout_seconds,
              double save_timeout_seconds, double quarantine_after_seconds,
              bool detach_quarantined_loads, std::uint32_t full_backoff_after,
-             double full_backoff_seconds, std::uint32_t hash_width) {
+             double full_backoff_seconds, double saved_fresh_for_seconds,
+             std::uint32_t hash_width) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.ranks = ranks;
@@ -150,6 +152,8 @@ flat bytes. Both are copied before the call returns.)")
             options.detach_quarantined_loads = detach_quarantined_loads;
             options.full_backoff_after = full_backoff_after;
             options.full_backoff = to_duration(full_backoff_seconds, "full_backoff_seconds");
+            options.saved_fresh_for =
+                to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
             new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "ranks"_a = 1,
@@ -157,7 +161,8 @@ flat bytes. Both are copied before the call returns.)")
           "lookup_fresh_for_seconds"_a = 5.0, "load_timeout_seconds"_a = 20.0,
           "save_timeout_seconds"_a = 60.0, "quarantine_after_seconds"_a = 120.0,
           "detach_quarantined_loads"_a = false, "full_backoff_after"_a = 3,
-          "full_backoff_seconds"_a = 5.0, "hash_width"_a = 32, R"(Takes the index side of `store`.
+          "full_backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0, "hash_width"_a = 32,
+          R"(Takes the index side of `store`.
 
 Args:
     schema: Names the objects.
@@ -174,6 +179,7 @@ Args:
     detach_quarantined_loads: End such loads; the engine must then give the request other blocks.
     full_backoff_after: Consecutive saves that met a full store before saving pauses.
     full_backoff_seconds: Length of that pause.
+    saved_fresh_for_seconds: What was saved is not saved again for this long.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
 
 Raises:
