@@ -146,7 +146,8 @@ WorldConfig make_world_config(std::uint64_t seed) {
   scheduler.save_timeout = milliseconds(static_cast<std::int64_t>(random.between(20, 150)));
   scheduler.quarantine_after = milliseconds(static_cast<std::int64_t>(random.between(5, 100)));
   scheduler.detach_quarantined_loads = random.chance(1, 2);
-  scheduler.full_backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
+  scheduler.saved_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(1, 400)));
+  scheduler.backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
 
   StoreWorkerOptions& worker = config.worker;
   worker.max_segments_per_call = static_cast<std::uint32_t>(random.between(1, 24));
@@ -182,6 +183,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
     config.erase_objects = false;
     scheduler.lookup_timeout = scheduler.load_timeout = scheduler.save_timeout = seconds(3600);
     scheduler.quarantine_after = scheduler.lookup_fresh_for = seconds(3600);
+    scheduler.saved_fresh_for = seconds(3600);
   }
   return config;
 }
