@@ -10,8 +10,6 @@
 namespace kvprism::bindings {
 namespace {
 
-constexpr std::size_t kMinHashWidth = 16;
-constexpr std::size_t kMaxHashWidth = 64;
 constexpr double kLongestSeconds = 1e9;
 
 [[noreturn]] void refuse(std::string path, std::string value, std::string expected) {
@@ -225,6 +223,16 @@ BlockRows BlockRowsReader::read(nb::handle rows) {
   return BlockRows(rows_);
 }
 
+namespace {
+
+// One known hash is read all the same: the scheduler sees by it that the request is still the same.
+std::size_t first_read(std::uint32_t known, std::size_t count) {
+  const std::size_t skipped = std::min<std::size_t>(known, count);
+  return skipped == 0 ? 0 : skipped - 1;
+}
+
+}  // namespace
+
 HashList HashListReader::read(nb::handle hashes, std::uint32_t known, std::uint32_t flat_width) {
   bytes_.clear();
   if (hashes.is_none()) return {};
@@ -235,8 +243,9 @@ HashList HashListReader::read(nb::handle hashes, std::uint32_t known, std::uint3
 
 HashList HashListReader::read_sequence(nb::handle hashes, std::uint32_t known) {
   const Sequence items(hashes, "hashes");
+  const std::size_t first = first_read(known, items.size());
   std::size_t width = 0;
-  for (std::size_t i = std::min<std::size_t>(known, items.size()); i < items.size(); ++i) {
+  for (std::size_t i = first; i < items.size(); ++i) {
     const nb::handle item = items[i];
     char* data = nullptr;
     Py_ssize_t length = 0;
@@ -247,7 +256,6 @@ HashList HashListReader::read_sequence(nb::handle hashes, std::uint32_t known) {
       if (width < kMinHashWidth || width > kMaxHashWidth) {
         refuse(at("hashes", i), std::to_string(length) + " bytes", "16 to 64 bytes");
       }
-      bytes_.resize(i * width);
     }
     if (static_cast<std::size_t>(length) != width) {
       refuse(at("hashes", i), std::to_string(length) + " bytes",
@@ -255,16 +263,8 @@ HashList HashListReader::read_sequence(nb::handle hashes, std::uint32_t known) {
     }
     bytes_.insert(bytes_.end(), data, data + length);
   }
-  if (width == 0 && items.size() != 0) {
-    // All are known: only their width is of interest.
-    const nb::handle last = items[items.size() - 1];
-    const Py_ssize_t length = PyBytes_Check(last.ptr()) ? PyBytes_Size(last.ptr()) : -1;
-    if (length < 0) refuse(at("hashes", items.size() - 1), shown(last), "bytes");
-    width = static_cast<std::size_t>(length);
-    bytes_.resize(items.size() * width);
-  }
-  return {bytes_.data(), static_cast<std::uint32_t>(items.size()),
-          static_cast<std::uint32_t>(width)};
+  return {bytes_.data(), static_cast<std::uint32_t>(items.size() - first),
+          static_cast<std::uint32_t>(width), static_cast<std::uint32_t>(first)};
 }
 
 HashList HashListReader::read_buffer(nb::handle hashes, std::uint32_t known,
@@ -283,11 +283,11 @@ HashList HashListReader::read_buffer(nb::handle hashes, std::uint32_t known,
                std::to_string(flat_width) + " a hash");
   }
   const std::size_t count = view.bytes() / width;
-  bytes_.resize(view.bytes());
-  const std::size_t skip = std::min<std::size_t>(known, count) * width;
-  if (skip != view.bytes())
-    std::memcpy(bytes_.data() + skip, view.data() + skip, view.bytes() - skip);
-  return {bytes_.data(), static_cast<std::uint32_t>(count), static_cast<std::uint32_t>(width)};
+  const std::size_t first = first_read(known, count);
+  const auto* const data = reinterpret_cast<const std::uint8_t*>(view.data());
+  bytes_.assign(data + first * width, data + count * width);
+  return {bytes_.data(), static_cast<std::uint32_t>(count - first),
+          static_cast<std::uint32_t>(width), static_cast<std::uint32_t>(first)};
 }
 
 Duration to_duration(double seconds, const char* path) {

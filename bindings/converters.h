@@ -85,7 +85,7 @@ class BlockRowsReader {
 // Threads: one at a time.
 class HashListReader {
  public:
-  // The first `known` hashes are counted but not read: the scheduler has them.
+  // Of the first `known` hashes, which the scheduler has, only the last is read.
   HashList read(nb::handle hashes, std::uint32_t known, std::uint32_t flat_width);
 
  private:

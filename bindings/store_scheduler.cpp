@@ -74,7 +74,10 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["save_chunks_failed"] = c.save_chunks_failed;
   out["saves_dropped"] = c.saves_dropped;
   out["saves_known"] = c.saves_known;
-  out["saves_known"] = c.saves_known;
+  out["hashes_refused"] = c.hashes_refused;
+  out["requests_replaced"] = c.requests_replaced;
+  out["tables_refused"] = c.tables_refused;
+  out["lookups_refused"] = c.lookups_refused;
   out["offers_refused"] = c.offers_refused;
   out["sources_skipped"] = c.sources_skipped;
   out["reports_foreign"] = c.reports_foreign;
@@ -92,7 +95,7 @@ class ReleaseForLong {
   }
 
  private:
-  std::optional<nb::gil_scoped_release> released_;
+  std::optional<GilFree> released_;
 };
 
 // One call of the scheduler: open, and no other one running.
@@ -105,8 +108,10 @@ class Use {
     return bound_.hashes.read(object, scheduler_.known_hashes(RequestId{request}),
                               bound_.hash_width);
   }
-  HashList new_hashes(nb::handle object) const {
-    return bound_.hashes.read(object, 0, bound_.hash_width);
+  HashList hashes_from(nb::handle object, std::uint32_t first) const {
+    HashList list = bound_.hashes.read(object, 0, bound_.hash_width);
+    list.first = first;
+    return list;
   }
   BlockRows rows(nb::handle object) const { return bound_.rows.read(object); }
 
@@ -130,16 +135,14 @@ flat bytes. Both are copied before the call returns.)")
       .def(
           "__init__",
           [](BoundScheduler* self, std::shared_ptr<const KeySchema> schema,
-             std::shared_ptr<StoreHandle> store, std::optional<std::uint64_t> epoch,
-             std::uint32_t ranks, bool loads, bool saves, double lookup_timeout_seconds,
-             double lookup_fresh_for_seconds, double load_timeout_seconds,
-             double save_timeout_seconds, double quarantine_after_seconds,
-             bool detach_quarantined_loads, std::uint32_t full_backoff_after,
-             double full_backoff_seconds, double saved_fresh_for_seconds,
+             std::shared_ptr<StoreHandle> store, std::optional<std::uint64_t> epoch, bool loads,
+             bool saves, double lookup_timeout_seconds, double lookup_fresh_for_seconds,
+             double load_timeout_seconds, double save_timeout_seconds,
+             double quarantine_after_seconds, bool detach_quarantined_loads,
+             std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
              std::uint32_t hash_width) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
-            options.ranks = ranks;
             options.loads = loads;
             options.saves = saves;
             options.lookup_timeout = to_duration(lookup_timeout_seconds, "lookup_timeout_seconds");
@@ -150,25 +153,24 @@ flat bytes. Both are copied before the call returns.)")
             options.quarantine_after =
                 to_duration(quarantine_after_seconds, "quarantine_after_seconds");
             options.detach_quarantined_loads = detach_quarantined_loads;
-            options.full_backoff_after = full_backoff_after;
-            options.full_backoff = to_duration(full_backoff_seconds, "full_backoff_seconds");
+            options.backoff_after = backoff_after;
+            options.backoff = to_duration(backoff_seconds, "backoff_seconds");
             options.saved_fresh_for =
                 to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
             new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
           },
-          "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "ranks"_a = 1,
-          "loads"_a = true, "saves"_a = true, "lookup_timeout_seconds"_a = 0.5,
-          "lookup_fresh_for_seconds"_a = 5.0, "load_timeout_seconds"_a = 20.0,
-          "save_timeout_seconds"_a = 60.0, "quarantine_after_seconds"_a = 120.0,
-          "detach_quarantined_loads"_a = false, "full_backoff_after"_a = 3,
-          "full_backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0, "hash_width"_a = 32,
+          "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
+          "saves"_a = true, "lookup_timeout_seconds"_a = 0.5, "lookup_fresh_for_seconds"_a = 5.0,
+          "load_timeout_seconds"_a = 20.0, "save_timeout_seconds"_a = 60.0,
+          "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
+          "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
+          "hash_width"_a = 32,
           R"(Takes the index side of `store`.
 
 Args:
     schema: Names the objects.
     store: Where objects are looked up; no other scheduler may use it.
     epoch: Travels in every plan and report; random by default.
-    ranks: Workers that report each job, 1 to 64.
     loads: Look up and load.
     saves: Save.
     lookup_timeout_seconds: A later answer is a miss.
@@ -177,8 +179,8 @@ Args:
     save_timeout_seconds: Bound of a save's outcome.
     quarantine_after_seconds: Blocks that are still in use this long after the outcome go to quarantine.
     detach_quarantined_loads: End such loads; the engine must then give the request other blocks.
-    full_backoff_after: Consecutive saves that met a full store before saving pauses.
-    full_backoff_seconds: Length of that pause.
+    backoff_after: Consecutive saves that the store refused (full, away or late) before saving pauses.
+    backoff_seconds: Length of that pause.
     saved_fresh_for_seconds: What was saved is not saved again for this long.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
 
@@ -208,7 +210,7 @@ Args:
     request: Chosen by the engine, unique among live requests.
     prompt_tokens: Length of the prompt.
     hashes: All hashes of the prompt; those known from an earlier call are not read again.
-    local_tokens: The engine's own hit.
+    local_tokens: The engine's own hit, a multiple of the scheduler block size; others get 0.
 
 Returns:
     The number of tokens, 0 for none, or None: ask again in the next step.)")
@@ -220,7 +222,7 @@ Returns:
             const BlockRows view = external_tokens == 0 ? BlockRows() : use.rows(rows);
             std::optional<JobId> job;
             {
-              const nb::gil_scoped_release released;
+              const GilFree released;
               job = use->allocated(RequestId{request}, external_tokens, view, monotonic_now());
             }
             if (!job) return std::nullopt;
@@ -241,21 +243,22 @@ Returns:
       .def(
           "advanced",
           [](BoundScheduler& b, std::uint64_t request, std::uint32_t accepted_tokens,
-             nb::handle new_hashes) {
+             nb::handle hashes, std::uint32_t first_hash) {
             const Use use(b);
-            const HashList list = use.new_hashes(new_hashes);
+            const HashList list = use.hashes_from(hashes, first_hash);
             const ReleaseForLong released(list);
             use->advanced(RequestId{request}, accepted_tokens, list);
           },
-          "request"_a, "accepted_tokens"_a, "new_hashes"_a = nb::none(),
-          nb::sig("def advanced(self, request: int, accepted_tokens: int, new_hashes: object = "
-                  "None) -> None"),
+          "request"_a, "accepted_tokens"_a, "hashes"_a = nb::none(), "first_hash"_a = 0,
+          nb::sig("def advanced(self, request: int, accepted_tokens: int, hashes: object = None, "
+                  "first_hash: int = 0) -> None"),
           R"(Tells how many tokens of the request are computed and final after this step.
 
 Args:
     request: The request.
     accepted_tokens: May shrink, when draft tokens are rejected.
-    new_hashes: Hashes that follow those known already; see `known_hashes`.)")
+    hashes: Hashes of the request; those known already are skipped.
+    first_hash: Index of the first of them; at most `known_hashes`.)")
       .def(
           "known_hashes",
           [](BoundScheduler& b, std::uint64_t request) {
@@ -289,7 +292,7 @@ Returns:
              std::pair<std::uint32_t, std::uint32_t> range, nb::handle rows) {
             const Use use(b);
             const BlockRows view = use.rows(rows);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             use->save(RequestId{request}, {range.first, range.second}, view, monotonic_now());
           },
           "request"_a, "range"_a, "rows"_a,
@@ -340,7 +343,7 @@ Args:
           [](BoundScheduler& b) {
             const Use use(b);
             BoundPlan out;
-            const nb::gil_scoped_release released;
+            const GilFree released;
             out.plan = use->end_step(monotonic_now());
             return out;
           },
@@ -353,7 +356,7 @@ Returns:
           [](BoundScheduler& b, nb::handle data) {
             const Use use(b);
             const EncodedBytes encoded(data, "data");
-            const nb::gil_scoped_release released;
+            const GilFree released;
             use->report(encoded.bytes(), monotonic_now());
           },
           "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> None"),
@@ -409,7 +412,7 @@ Returns:
           [](BoundScheduler& b, double timeout_seconds) {
             const Duration budget = to_duration(timeout_seconds, "timeout_seconds");
             const ExclusiveUse exclusive(b.in_use, kScheduler);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return b.close(budget).unquiet;
           },
           "timeout_seconds"_a = 5.0,

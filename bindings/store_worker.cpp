@@ -25,6 +25,7 @@ nb::dict to_dict(const StoreWorkerCounters& c) {
   nb::dict out;
   out["plans"] = c.plans;
   out["plans_refused"] = c.plans_refused;
+  out["plans_repeated"] = c.plans_repeated;
   out["jobs"] = c.jobs;
   out["gets"] = c.gets;
   out["puts"] = c.puts;
@@ -48,13 +49,11 @@ or copy run without the GIL.)")
           "__init__",
           [](BoundWorker* self, std::shared_ptr<const KeySchema> schema,
              nb::handle_t<SegmentMap> segment_map, std::shared_ptr<StoreHandle> store,
-             std::uint32_t rank, std::uint32_t tp, std::uint32_t pp, std::uint32_t pcp,
-             std::uint32_t dcp, std::uint32_t max_segments_per_call,
+             std::uint32_t rank, std::uint32_t max_segments_per_call,
              std::uint64_t max_bytes_per_call, std::uint32_t max_gets_in_flight,
              std::uint32_t max_puts_in_flight, std::uint32_t max_queued_jobs) {
             StoreWorkerOptions options;
             options.rank = Rank{rank};
-            options.position = {tp, pp, pcp, dcp};
             options.max_segments_per_call = max_segments_per_call;
             options.max_bytes_per_call = max_bytes_per_call;
             options.max_gets_in_flight = max_gets_in_flight;
@@ -62,21 +61,16 @@ or copy run without the GIL.)")
             options.max_queued_jobs = max_queued_jobs;
             new (self) BoundWorker(std::move(schema), segment_map, std::move(store), options);
           },
-          "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0, "tp"_a = 0,
-          "pp"_a = 0, "pcp"_a = 0, "dcp"_a = 0, "max_segments_per_call"_a = 512,
-          "max_bytes_per_call"_a = 64u << 20, "max_gets_in_flight"_a = 4,
-          "max_puts_in_flight"_a = 2, "max_queued_jobs"_a = 65536,
+          "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0,
+          "max_segments_per_call"_a = 512, "max_bytes_per_call"_a = 64u << 20,
+          "max_gets_in_flight"_a = 4, "max_puts_in_flight"_a = 2, "max_queued_jobs"_a = 65536,
           R"(Takes the store side of `store` and registers the memory of `segment_map` with it.
 
 Args:
     schema: Names the objects; of the same configuration as the scheduler's.
     segment_map: Where the blocks lie. Its memory must stay mapped until `close` has returned 0.
     store: Where objects are put and got; no other worker may use it.
-    rank: Number of this worker, from 0.
-    tp: Position in the tensor-parallel group.
-    pp: Position in the pipeline.
-    pcp: Position in the prefill-context-parallel group.
-    dcp: Position in the decode-context-parallel group.
+    rank: Number of this worker, from 0: its place among tp x pp x pcp.
     max_segments_per_call: Pieces of memory per call to the store.
     max_bytes_per_call: Bytes per call to the store.
     max_gets_in_flight: Calls at a time.
@@ -90,7 +84,7 @@ Raises:
           [](BoundWorker& w, const BoundPlan& plan, const ReadyToken& ready) {
             return w.submit(plan.plan.view(), ready);
           },
-          "plan"_a, "ready"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "plan"_a, "ready"_a, nb::call_guard<GilFree>(),
           R"(Takes a plan that was made in this process.
 
 Args:
@@ -103,7 +97,7 @@ Returns:
           "submit",
           [](BoundWorker& w, nb::handle data, const ReadyToken& ready) {
             const EncodedBytes encoded(data, "plan");
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return w.submit(encoded.bytes(), ready);
           },
           "plan"_a, "ready"_a,
@@ -115,7 +109,7 @@ Returns:
           [](BoundWorker& w) {
             std::vector<std::byte> report;
             {
-              const nb::gil_scoped_release released;
+              const GilFree released;
               report = w.poll();
             }
             return report_or_none(report);
@@ -134,7 +128,7 @@ Returns:
               const Duration left = until - monotonic_now();
               if (left.ns <= 0 && !first) break;
               {
-                const nb::gil_scoped_release released;
+                const GilFree released;
                 report = w.wait(std::min(left, milliseconds(100)));
               }
               if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -156,7 +150,7 @@ Returns:
           "close",
           [](BoundWorker& w, double timeout_seconds) {
             const Duration budget = to_duration(timeout_seconds, "timeout_seconds");
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return w.close(budget).unquiet;
           },
           "timeout_seconds"_a = 5.0,

@@ -24,8 +24,8 @@ class HandOffTest : public testing::Test {
     const auto projection = test::make_projection({test::full_group(16), test::mamba_group(16)});
     StoreSchedulerOptions options;
     options.epoch = 7;
-    options.full_backoff_after = 1;
-    options.full_backoff = seconds(5);
+    options.backoff_after = 1;
+    options.backoff = seconds(5);
     scheduler_ = std::make_unique<StoreScheduler>(test::make_schema(projection), store_, options);
     scheduler_->advanced(kRequest, 48, hashes_.list());
   }

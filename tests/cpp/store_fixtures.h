@@ -54,9 +54,11 @@ inline GroupConfig mamba_group(std::uint32_t block_size, std::string layer = "ma
 }
 
 inline std::shared_ptr<const Projection> make_projection(std::vector<GroupConfig> groups,
-                                                         std::uint32_t num_blocks = 64) {
+                                                         std::uint32_t num_blocks = 64,
+                                                         std::uint32_t tp = 1) {
   CacheConfig config;
   config.num_blocks = num_blocks;
+  config.parallel.tp = tp;
   config.groups = std::move(groups);
   return Projection::make(config, SpecRegistry::builtin());
 }
@@ -82,7 +84,7 @@ struct Hashes {
   }
   HashList list(std::uint32_t from = 0) const {
     return {bytes.data() + static_cast<std::size_t>(from) * kWidth,
-            static_cast<std::uint32_t>(bytes.size() / kWidth) - from, kWidth};
+            static_cast<std::uint32_t>(bytes.size() / kWidth) - from, kWidth, from};
   }
 };
 

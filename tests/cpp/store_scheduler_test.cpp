@@ -47,7 +47,8 @@ std::vector<Move> moves(const StepPlan& plan, std::size_t job) {
 class SchedulerTest : public ::testing::Test {
  protected:
   void build(std::vector<GroupConfig> groups, StoreSchedulerOptions options = {}) {
-    projection = test::make_projection(std::move(groups));
+    projection =
+        test::make_projection(std::move(groups), 64, options.ranks == 0 ? 1 : options.ranks);
     schema = test::make_schema(projection);
     if (options.epoch == 0) options.epoch = kEpoch;
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
@@ -512,9 +513,183 @@ TEST_F(SchedulerTest, TheWatermarkStopsAtTheFirstHole) {
   report(job, JobOutcome::kPartial, true,
          {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "not again without progress";
-  const Hashes more(5, 1);
-  scheduler->advanced(kRequest, 80, more.list(4));
-  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{32, 80}));
+  const Hashes more(7, 1);
+  scheduler->advanced(kRequest, 96, more.list(4));
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "and not with a little";
+  scheduler->advanced(kRequest, 112, {});
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{32, 112}));
+}
+
+TEST_F(SchedulerTest, RepeatedHashesAreTakenOnce) {
+  // Hashes that were appended twice would put every later chunk under the key of another prefix.
+  build({test::full_group(16)});
+  const Hashes hashes(6, 1);
+  const Hashes first(2, 1);
+  scheduler->advanced(kRequest, 32, first.list());
+  scheduler->advanced(kRequest, 32, first.list());
+  scheduler->advanced(kRequest, 96, hashes.list());
+  scheduler->advanced(kRequest, 96, hashes.list(2));
+  EXPECT_EQ(scheduler->known_hashes(kRequest), 6u);
+  scheduler->advanced(kRequest, 96, hashes.list(5));
+  const Hashes longer(9, 1);
+  scheduler->advanced(kRequest, 96, longer.list(7));
+  EXPECT_EQ(scheduler->known_hashes(kRequest), 6u) << "a gap";
+  EXPECT_EQ(scheduler->counters().hashes_refused, 1u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}});
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  for (std::uint32_t m = 0; m < 6; ++m) {
+    const auto mark = plan.view().mark_hash(m);
+    const auto own = hashes.list()[m];
+    EXPECT_TRUE(std::equal(mark.begin(), mark.end(), own.begin(), own.end())) << m;
+  }
+}
+
+TEST_F(SchedulerTest, AnIdThatComesWithOtherHashesIsAnotherRequest) {
+  build({test::full_group(16)});
+  const Hashes old_hashes(4, 1);
+  const Hashes new_hashes(4, 2);
+  exists(new_hashes, 64);
+  scheduler->advanced(kRequest, 64, old_hashes.list());
+  EXPECT_EQ(settle_lookup(65, new_hashes, 0).external_tokens, 64u);
+  EXPECT_EQ(scheduler->counters().requests_replaced, 1u);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "nothing of it is computed yet";
+}
+
+TEST_F(SchedulerTest, ALocalHitOffTheGridIsNotAnswered) {
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  exists(hashes, 64);
+  EXPECT_EQ(settle_lookup(65, hashes, 20).external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().lookups_refused, 1u);
+}
+
+TEST_F(SchedulerTest, RowsOfAProjectionAreRefused) {
+  build({test::ring_group(8), test::full_group(16, "a"), test::full_group(16, "b")});
+  const Hashes hashes(4, 1);
+  const Rows projected(std::vector<std::vector<std::int32_t>>{{1, 2}, {3, 4}});
+  scheduler->advanced(kRequest, 32, hashes.list());
+  scheduler->save(kRequest, {0, 32}, projected.get(), now);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  EXPECT_EQ(scheduler->counters().tables_refused, 1u);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows loads(std::vector<std::vector<std::int32_t>>{{1, 2, 3, 4}, {5, 6, 7, 8}});
+  ASSERT_TRUE(scheduler->allocated(kRequest, 64, loads.get(), now).has_value());
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+}
+
+TEST_F(SchedulerTest, RanksAreThoseOfTheConfiguration) {
+  projection = test::make_projection({test::full_group(16)}, 64, 2);
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch;
+  EXPECT_EQ(StoreScheduler(schema, store, options).options().ranks, 2u);
+  options.ranks = 1;
+  try {
+    StoreScheduler(schema, store, options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("ranks = 1: expected 2 workers, tp x pp x pcp"));
+  }
+}
+
+TEST_F(SchedulerTest, AnIdReusedWithinAStepKeepsItsStatesApart) {
+  build({test::full_group(16), test::mamba_group(16)});
+  const Hashes first(1, 1);
+  const Hashes second(1, 2);
+  scheduler->advanced(kRequest, 16, first.list());
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{10}, 16);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  scheduler->advanced(kRequest, 16, second.list());
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{20}, 16);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 2u);
+  for (std::size_t j = 0; j < 2; ++j) {
+    const RunRecord& run = plan.runs[plan.jobs[j].first_run];
+    EXPECT_EQ(plan.ids[run.first_id], BlockId{j == 0 ? 10 : 20});
+    const auto mark = plan.view().mark_hash(run.first_mark);
+    const auto own = (j == 0 ? first : second).list()[0];
+    EXPECT_TRUE(std::equal(mark.begin(), mark.end(), own.begin(), own.end())) << j;
+  }
+}
+
+TEST_F(SchedulerTest, AStoreThatStaysAwayIsNotSentTheWholeContextEachStep) {
+  StoreSchedulerOptions options;
+  options.backoff_after = 1000;
+  build({test::full_group(16)}, options);
+  const Hashes hashes(64, 1);
+  std::vector<std::int32_t> row(64);
+  for (std::size_t i = 0; i < row.size(); ++i) row[i] = static_cast<std::int32_t>(1 + i % 63);
+  const Rows rows({row});
+  std::uint32_t chunks = 0;
+  for (std::uint32_t tokens = 256; tokens <= 1024; tokens += 16) {
+    scheduler->advanced(kRequest, tokens, hashes.list());
+    scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    chunks += static_cast<std::uint32_t>(plan.ids.size());
+    for (const JobRecord& job : plan.jobs) report(job.id, JobOutcome::kFailed, true);
+  }
+  EXPECT_LE(chunks, 16u + 33u + 64u) << "each try waits for twice the progress";
+}
+
+TEST_F(SchedulerTest, AnUnavailableStorePausesSaving) {
+  build({test::full_group(16)});
+  for (std::uint64_t request = 1; request <= 3; ++request) {
+    const Hashes hashes(1, static_cast<std::uint8_t>(request));
+    const Rows rows(std::vector<std::vector<std::int32_t>>{{1}});
+    scheduler->advanced(RequestId{request}, 16, hashes.list());
+    scheduler->save(RequestId{request}, {0, 16}, rows.get(), now);
+    report(scheduler->end_step(now).jobs[0].id, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kUnavailable)}});
+  }
+  const Hashes hashes(1, 9);
+  scheduler->advanced(RequestId{4}, 16, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(RequestId{4}, now).empty());
+}
+
+TEST_F(SchedulerTest, ALoadBehindUnsavedLocalTokensLeavesThemToBeSaved) {
+  build({test::full_group(16)});
+  const Hashes hashes(6, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(97, hashes, 32).external_tokens, 32u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}});
+  report(*scheduler->allocated(kRequest, 32, rows.get(), now), JobOutcome::kOk, true);
+  scheduler->advanced(kRequest, 96, {});
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 96}));
+}
+
+TEST_F(SchedulerTest, QuarantinedJobsDoNotKeepTheEngineStepping) {
+  build({test::full_group(16)});
+  const Hashes hashes(1, 1);
+  const Rows rows(std::vector<std::vector<std::int32_t>>{{1}});
+  scheduler->advanced(kRequest, 16, hashes.list());
+  scheduler->save(kRequest, {0, 16}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  EXPECT_TRUE(scheduler->has_pending_work());
+  now = now + seconds(75);
+  scheduler->end_step(now);
+  now = now + seconds(120);
+  scheduler->end_step(now);
+  EXPECT_FALSE(scheduler->has_pending_work());
+  EXPECT_EQ(scheduler->counters().ledger.blocks_in_quarantine, 1u);
+  report(job, JobOutcome::kOk, true);
+  EXPECT_THAT(released(), ElementsAre(1));
+}
+
+TEST_F(SchedulerTest, ReportsNeedNoAlignment) {
+  build({test::full_group(16)});
+  WorkerReport foreign;
+  foreign.epoch = kEpoch + 1;
+  std::vector<std::byte> bytes;
+  encode(foreign, bytes);
+  std::vector<std::byte> framed(4);
+  framed.insert(framed.end(), bytes.begin(), bytes.end());
+  scheduler->report(std::span<const std::byte>(framed).subspan(4), now);
+  EXPECT_EQ(scheduler->counters().reports_foreign, 1u);
 }
 
 TEST_F(SchedulerTest, WhatWasSavedLatelyIsNotSavedAgain) {
@@ -730,10 +905,10 @@ TEST_F(SchedulerTest, RefusesAConfigurationThatCannotStore) {
   std::get<StatePayload>(mamba.spec.payload).cache_mode = "none";
   EXPECT_THAT(message({test::full_group(16), mamba}), HasSubstr("align"));
   StoreSchedulerOptions options;
-  options.ranks = 65;
   options.load_timeout = {};
+  options.save_timeout = Duration{INT64_MAX};
   const std::string both = message({test::full_group(16)}, options);
-  EXPECT_THAT(both, HasSubstr("ranks = 65: expected 1 to 64 workers"));
+  EXPECT_THAT(both, HasSubstr("save_timeout = 9223372036854775807 ns: expected a bound"));
   EXPECT_THAT(both, HasSubstr("load_timeout = 0 ns: expected a bound of more than 0"));
 }
 

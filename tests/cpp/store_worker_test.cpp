@@ -54,12 +54,19 @@ class WorkerTest : public ::testing::Test {
     StepPlan plan;
     plan.digest = projection->digest();
     plan.epoch = kEpoch;
+    plan.step = ++last_step;
     plan.hash_width = Hashes::kWidth;
     plan.jobs = std::move(jobs);
     plan.runs = std::move(runs);
     for (const std::int32_t id : ids) plan.ids.push_back(BlockId{id});
     const auto marks = static_cast<std::uint32_t>(plan.ids.size());
-    for (std::uint32_t m = 0; m < marks; ++m) plan.mark_tokens.push_back(16 * (m + 1));
+    plan.mark_tokens.resize(marks);
+    for (RunRecord& run : plan.runs) {
+      run.valid_tokens_last = 16;
+      for (std::uint32_t i = 0; i < run.count && run.first_mark + i < marks; ++i) {
+        plan.mark_tokens[run.first_mark + i] = 16 * (run.first_chunk + i + 1);
+      }
+    }
     plan.mark_hashes = Hashes(marks, 1).bytes;
     return plan;
   }
@@ -83,6 +90,7 @@ class WorkerTest : public ::testing::Test {
   std::shared_ptr<const SegmentMap> map;
   std::unique_ptr<StoreWorker> worker;
   Instant now{seconds(1).ns};
+  std::uint64_t last_step = 0;
 };
 
 TEST_F(WorkerTest, MovesExactlyTheBytesOfThePlan) {
@@ -325,7 +333,65 @@ TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
   EXPECT_EQ(store->puts.size(), 1u) << "only the good plan moves bytes";
 }
 
-TEST_F(WorkerTest, AFullInboxRefusesTheRest) {
+TEST_F(WorkerTest, APlanRunsOnce) {
+  // A repeated message must neither move bytes into blocks that were given back nor end live jobs.
+  const StepPlan plan = simple(JobKind::kLoad, 1);
+  EXPECT_TRUE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  worker->pump(now);
+  const SubmitResult again = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(again.accepted);
+  EXPECT_EQ(again.refusal,
+            "step plan: step = 1: expected more than 1 (this plan or a later one was taken)");
+  WorkerReport nothing;
+  EXPECT_FALSE(worker->poll(nothing)) << "the job is still running";
+  worker->pump(now);
+  EXPECT_EQ(store->gets.size(), 1u);
+  store->end_get();
+  worker->pump(now);
+  EXPECT_EQ(report().jobs[0].outcome, JobOutcome::kOk);
+  EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  worker->pump(now);
+  EXPECT_TRUE(store->gets.empty());
+  EXPECT_EQ(worker->counters().plans_repeated, 2u);
+}
+
+TEST_F(WorkerTest, AShiftedMarkIsRefused) {
+  StepPlan plan = simple(JobKind::kSave, 2);
+  plan.mark_tokens[1] += 16;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].marks[1] = 48 tokens: expected 32 tokens"));
+  plan = simple(JobKind::kSave, 2);
+  plan.runs[0].valid_tokens_last = 7;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].valid_tokens_last = 7: expected 16"));
+  plan = simple(JobKind::kSave, 2);
+  plan.jobs[0].timeout = {};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("jobs[0].timeout = 0 ns"));
+}
+
+TEST_F(WorkerTest, ARankOutsideTheArrangementIsRefused) {
+  StoreWorkerOptions options;
+  options.rank = Rank{1};
+  try {
+    build(options);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank = 1: expected below 1, tp x pp x pcp"));
+  }
+}
+
+TEST_F(WorkerTest, ADeviceEventIsLetGoWhenItsJobIsDone) {
+  const auto ready = std::make_shared<Switch>();
+  ready->state = ReadyState::kReady;
+  worker->submit(simple(JobKind::kSave, 1).view(), ReadyToken::source(ready));
+  worker->pump(now);
+  store->end_put();
+  worker->pump(now);
+  EXPECT_EQ(ready.use_count(), 1);
+}
+
+TEST_F(WorkerTest, AFullInboxRefusesThePlan) {
   StoreWorkerOptions options;
   options.max_queued_jobs = 1;
   build(options);
@@ -333,7 +399,7 @@ TEST_F(WorkerTest, AFullInboxRefusesTheRest) {
   const SubmitResult second =
       worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
   EXPECT_FALSE(second.accepted);
-  EXPECT_THAT(second.refusal, HasSubstr("max_queued_jobs"));
+  EXPECT_THAT(second.refusal, HasSubstr("1 jobs beside 1 queued: expected at most 1 together"));
   EXPECT_EQ(report().jobs[0].job, JobId{2});
 }
 

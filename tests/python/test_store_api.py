@@ -244,9 +244,9 @@ def test_options_are_checked_all_at_once() -> None:
     groups = projection()
     with pytest.raises(kvprism.ConfigError) as caught:
         kvprism.StoreScheduler(
-            schema(groups), kvprism.memory_store(), epoch=0, ranks=65, load_timeout_seconds=0
+            schema(groups), kvprism.memory_store(), epoch=0, load_timeout_seconds=0
         )
-    assert {p.path for p in caught.value.problems} == {"epoch", "ranks", "load_timeout"}
+    assert {p.path for p in caught.value.problems} == {"epoch", "load_timeout"}
     for seconds in (-1.0, float("nan")):
         with pytest.raises(kvprism.ArgumentError, match="load_timeout_seconds"):
             kvprism.StoreScheduler(

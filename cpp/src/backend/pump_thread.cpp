@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -13,6 +14,7 @@
 
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/wake_signal.h"
+#include "kvprism/base/log.h"
 
 namespace kvprism {
 namespace {
@@ -68,9 +70,14 @@ struct PumpThread::State {
 
   void run() {
     while (!must_stop()) {
-      if (worker->pump(monotonic_now())) {
-        count_move();
-        continue;
+      try {
+        if (worker->pump(monotonic_now())) {
+          count_move();
+          continue;
+        }
+      } catch (const std::exception& error) {
+        log(LogLevel::kError, std::string("the store worker is closed: ") + error.what());
+        break;
       }
       const bool busy = worker->counters().jobs_alive != 0;
       signal.wait(busy ? options.busy_interval : options.idle_interval);

@@ -71,6 +71,7 @@ struct JobLedger::Impl {
   std::deque<JobId> outcomes;
   std::deque<JobId> quiets;
   std::deque<JobId> quarantined;
+  std::size_t quarantined_now = 0;
   LedgerCounters counters;
 
   Job* find(JobId id) {
@@ -190,6 +191,7 @@ void JobLedger::advance(Instant now) {
     Job* const job = impl_->find(id);
     if (job == nullptr || job->quiet_queued) continue;
     job->quarantined = true;
+    ++impl_->quarantined_now;
     ++impl_->counters.quarantined;
     impl_->counters.blocks_in_quarantine += job->blocks.size();
     impl_->quarantined.push_back(id);
@@ -217,7 +219,10 @@ bool JobLedger::take_quiet(JobEvent& out) {
   out.blocks = std::move(job.blocks);
   ++impl_->counters.quiets;
   impl_->counters.blocks_held -= out.blocks.size();
-  if (job.quarantined) impl_->counters.blocks_in_quarantine -= out.blocks.size();
+  if (job.quarantined) {
+    --impl_->quarantined_now;
+    impl_->counters.blocks_in_quarantine -= out.blocks.size();
+  }
   impl_->jobs.erase(raw(id));
   return true;
 }
@@ -235,6 +240,7 @@ bool JobLedger::take_quarantined(JobEvent& out) {
 
 bool JobLedger::alive(JobId job) const noexcept { return impl_->jobs.contains(raw(job)); }
 std::size_t JobLedger::size() const noexcept { return impl_->jobs.size(); }
+std::size_t JobLedger::in_quarantine() const noexcept { return impl_->quarantined_now; }
 LedgerCounters JobLedger::counters() const noexcept {
   LedgerCounters counters = impl_->counters;
   counters.alive = impl_->jobs.size();

@@ -25,8 +25,6 @@ struct KeySchema::Impl {
 namespace {
 
 constexpr std::string_view kSchemaVersion = "1";
-constexpr std::size_t kMinHashBytes = 16;
-constexpr std::size_t kMaxHashBytes = 64;
 
 std::string escaped(std::string_view name) {
   if (name.empty()) return "-";
@@ -197,7 +195,7 @@ RankPosition KeySchema::shard_of(StoreIndex, const RankPosition& rank) const noe
 void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                            std::span<const std::uint8_t> hash) const {
   const ParallelSizes& sizes = impl_->parallel;
-  if (hash.size() < kMinHashBytes || hash.size() > kMaxHashBytes) refuse_hash(hash.size());
+  if (hash.size() < kMinHashWidth || hash.size() > kMaxHashWidth) refuse_hash(hash.size());
   const std::size_t rank = (std::size_t{shard.pp} * sizes.pcp + shard.pcp) * sizes.tp + shard.tp;
   if (rank >= impl_->shards.size() || impl_->shards[rank] != shard) refuse_shard(shard);
   assert(raw(group) < impl_->projection->num_store_groups());

@@ -267,7 +267,7 @@ void Engine::Impl::connect(Instant now) {
     const std::uint32_t known =
         std::min(scheduler->known_hashes(sequence.id), sequence.trail.num_hashes());
     const HashList fresh{known < hashes.size() ? hashes[known].data() : nullptr,
-                         sequence.trail.num_hashes() - known, sizeof(BlockHash)};
+                         sequence.trail.num_hashes() - known, sizeof(BlockHash), known};
     scheduler->advanced(sequence.id, work.to, fresh);
     sequence.offered = false;
     if (!options.offer_states_late) offer_states(sequence, work.to);

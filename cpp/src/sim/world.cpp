@@ -187,7 +187,6 @@ class WorldRun {
           std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
       StoreWorkerOptions worker = config_.worker;
       worker.rank = Rank{r};
-      worker.position = rank_position(worker.rank, config_.cache.parallel);
       life_.memories.push_back(memory);
       life_.injectors.push_back(injector);
       life_.workers.push_back(std::make_shared<StoreWorker>(

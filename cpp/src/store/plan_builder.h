@@ -36,28 +36,18 @@ class PlanBuilder {
     }
   }
 
-  // One mark of its own, for a block that the engine handed off.
-  void add_mark(std::uint32_t tokens, std::uint32_t chunk_tokens,
-                std::span<const std::uint8_t> hash) {
-    const std::uint32_t chunk = tokens / chunk_tokens - 1;
-    sequences_.push_back({chunk_tokens, {chunk, chunk + 1}, size(plan_.mark_tokens)});
+  // One chunk under a mark of its own, for a block that the engine handed off.
+  void add_handed_off(StoreIndex group, std::uint32_t tokens, std::uint32_t chunk_tokens,
+                      BlockId block, std::span<const std::uint8_t> hash) {
     append_mark(tokens, hash);
+    append_chunk(group, tokens / chunk_tokens - 1, chunk_tokens, block,
+                 size(plan_.mark_tokens) - 1);
   }
 
   // Appends one chunk, extending the last run when it follows on. A sequence of its chunk size must
   // cover it.
   void add_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens, BlockId block) {
-    const std::uint32_t mark = mark_of(chunk, chunk_tokens);
-    plan_.ids.push_back(block);
-    if (plan_.runs.size() > first_run_) {
-      RunRecord& last = plan_.runs.back();
-      if (last.group == group && last.first_chunk + last.count == chunk &&
-          last.first_mark + last.count == mark) {
-        ++last.count;
-        return;
-      }
-    }
-    plan_.runs.push_back({group, chunk, 1, size(plan_.ids) - 1, mark, chunk_tokens});
+    append_chunk(group, chunk, chunk_tokens, block, mark_of(chunk, chunk_tokens));
   }
 
   // The blocks of the job under construction.
@@ -90,6 +80,20 @@ class PlanBuilder {
   template <class T>
   static std::uint32_t size(const std::vector<T>& items) noexcept {
     return static_cast<std::uint32_t>(items.size());
+  }
+
+  void append_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens,
+                    BlockId block, std::uint32_t mark) {
+    plan_.ids.push_back(block);
+    if (plan_.runs.size() > first_run_) {
+      RunRecord& last = plan_.runs.back();
+      if (last.group == group && last.first_chunk + last.count == chunk &&
+          last.first_mark + last.count == mark) {
+        ++last.count;
+        return;
+      }
+    }
+    plan_.runs.push_back({group, chunk, 1, size(plan_.ids) - 1, mark, chunk_tokens});
   }
 
   void append_mark(std::uint32_t tokens, std::span<const std::uint8_t> hash) {

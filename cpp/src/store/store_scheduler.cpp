@@ -1,10 +1,13 @@
 #include "kvprism/store/store_scheduler.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <iterator>
 #include <unordered_map>
 #include <utility>
 
+#include "kvprism/base/log.h"
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/store/validate_store.h"
 #include "store/lookup_desk.h"
@@ -14,8 +17,9 @@
 namespace kvprism {
 namespace {
 
-constexpr std::uint32_t kMinHashWidth = 16;
-constexpr std::uint32_t kMaxHashWidth = 64;
+constexpr Duration kLongest{1'000'000'000'000'000'000};  // a sum with a time must not overflow
+constexpr std::uint32_t kLookupTokensPerCall =
+    1u << 20;  // of all questions of one call, but the first
 
 enum class LookupState : std::uint8_t { kNone, kQueued, kInFlight, kDone };
 
@@ -32,7 +36,7 @@ struct Lookup {
 struct Request {
   std::uint64_t generation = 0;  // tells two requests of one id apart
   std::vector<std::uint8_t> hashes;
-  std::vector<std::uint64_t> handed_off;  // states whose save is planned, as state_mark() has them
+  std::vector<std::uint64_t> handed_off;  // states whose save is planned: sorted state_mark()s
   std::uint32_t accepted = 0;             // tokens
   std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
@@ -55,37 +59,46 @@ struct Load {
 struct Save {
   RequestId request{};
   std::uint64_t generation = 0;
-  TokenRange range;                 // empty for hand-offs
-  std::vector<std::uint64_t> tags;  // of the prefixes that end in it, one each S tokens; empty
-                                    // when a chunk had no source
+  TokenRange range;  // empty for hand-offs
+  // Of the prefixes that end in the range, one each S tokens; none when a chunk had no source. Of
+  // hand-offs: the state marks.
+  std::vector<std::uint64_t> tags;
 };
 
 // A state that the engine handed off, until the step's plan is made.
 struct Offer {
   RequestId request{};
+  std::uint64_t generation = 0;
   StoreIndex group{};
   BlockId block{};
   std::uint32_t tokens = 0;
   std::size_t hash_at = 0;  // into offer_hashes
 };
 
-void check_options(const StoreSchedulerOptions& options, ProblemList& problems) {
+void check_options(const StoreSchedulerOptions& options, const KeySchema* schema,
+                   ProblemList& problems) {
   if (options.epoch == 0) problems.add("epoch", "0", "a random value other than 0");
-  if (options.ranks < 1 || options.ranks > 64) {
+  if (options.ranks > 64) {
     problems.add("ranks", std::to_string(options.ranks), "1 to 64 workers");
+  } else if (schema != nullptr && options.ranks != schema->projection().parallel().world()) {
+    problems.add("ranks", std::to_string(options.ranks),
+                 std::to_string(schema->projection().parallel().world()) +
+                     " workers, tp x pp x pcp of the cache config",
+                 "a rank that is not counted would lose its blocks while it moves them");
   }
   const auto positive = [&](const char* name, Duration value) {
-    if (value.ns <= 0)
-      problems.add(name, std::to_string(value.ns) + " ns", "a bound of more than 0");
+    if (value.ns <= 0 || value > kLongest)
+      problems.add(name, std::to_string(value.ns) + " ns",
+                   "a bound of more than 0 and at most " + std::to_string(kLongest.ns) + " ns");
   };
   positive("lookup_timeout", options.lookup_timeout);
   positive("lookup_fresh_for", options.lookup_fresh_for);
   positive("load_timeout", options.load_timeout);
   positive("save_timeout", options.save_timeout);
   positive("quarantine_after", options.quarantine_after);
-  positive("full_backoff", options.full_backoff);
+  positive("backoff", options.backoff);
   positive("saved_fresh_for", options.saved_fresh_for);
-  if (options.full_backoff_after == 0) problems.add("full_backoff_after", "0", "at least 1 save");
+  if (options.backoff_after == 0) problems.add("backoff_after", "0", "at least 1 save");
 }
 
 // One state of a request: its group and the tokens that it sums up.
@@ -155,7 +168,7 @@ struct StoreScheduler::Impl {
   std::vector<BlockId> released;
   std::vector<LoadEnd> load_ends;
 
-  std::uint32_t full_saves = 0;  // in a row
+  std::uint32_t refused_saves = 0;  // in a row
   Instant backoff_until{INT64_MIN};
   StoreSchedulerCounters counters;
 
@@ -166,6 +179,7 @@ struct StoreScheduler::Impl {
   JobEvent event;
   WorkerReport incoming;
   Presence loaded;
+  std::vector<bool> unit_failed;
 
   const Projection& projection() const { return schema->projection(); }
 
@@ -196,18 +210,41 @@ struct StoreScheduler::Impl {
         hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
   }
 
-  // The first width that the engine uses holds: two widths in one plan would name two kinds of
-  // prefix.
-  bool accept_width(const HashList& hashes) {
+  // Takes what is new in `hashes`. False when they cannot belong to the request: another width than
+  // the first that the engine used, or a gap behind those that are known.
+  bool take_hashes(Request& request, const HashList& hashes) {
     if (hashes.count == 0) return true;
-    if (hashes.width < kMinHashWidth || hashes.width > kMaxHashWidth) return false;
-    if (hash_width == 0) hash_width = hashes.width;
-    return hashes.width == hash_width;
-  }
-  static void append_hashes(Request& request, const HashList& hashes, std::uint32_t from) {
-    request.hashes.insert(request.hashes.end(),
-                          hashes.data + static_cast<std::size_t>(from) * hashes.width,
-                          hashes.data + static_cast<std::size_t>(hashes.count) * hashes.width);
+    if (hash_width == 0 && hashes.width >= kMinHashWidth && hashes.width <= kMaxHashWidth) {
+      hash_width = hashes.width;
+    }
+    std::uint32_t known = hash_count(request);
+    bool fits = hashes.width == hash_width && hashes.first <= known;
+    const std::uint32_t overlap_end = std::min(known, hashes.end());
+    if (fits && overlap_end > hashes.first) {
+      // Hashes are chained: when the last common one is equal, all before it are.
+      const auto theirs = hashes[overlap_end - 1];
+      const auto ours = hashes_of(request)[overlap_end - 1];
+      if (!std::equal(theirs.begin(), theirs.end(), ours.begin(), ours.end())) {
+        // The id serves another request now.
+        fits = hashes.first == 0;
+        if (fits) {
+          request = Request{};
+          request.generation = next_generation++;
+          known = 0;
+          ++counters.requests_replaced;
+        }
+      }
+    }
+    if (!fits) {
+      ++counters.hashes_refused;
+      return false;
+    }
+    if (hashes.end() > known) {
+      const auto fresh = hashes[known];
+      request.hashes.insert(request.hashes.end(), fresh.data(),
+                            hashes.data + static_cast<std::size_t>(hashes.count) * hashes.width);
+    }
+    return true;
   }
 
   // The plan that the engine took last is cleared when the next one begins.
@@ -232,6 +269,9 @@ struct StoreScheduler::Impl {
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   void plan_offers(Instant now);
   void drop_offers();
+  static void forget_state(Request& request, StoreIndex group, std::uint32_t tokens) {
+    std::erase(request.handed_off, state_mark(group, tokens));
+  }
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
   void settle(Instant now);
@@ -294,11 +334,11 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   ranges.clear();
   for (const HitGroup& group : groups) ranges.push_back(load_chunks(group, hit, local));
   add_marks(request);
-  bool complete_rows = true;
+  bool complete_rows = rows.size() == projection().num_groups();
   for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
     const GroupId group = projection().group_id(index);
     for (std::uint32_t chunk = ranges[raw(index)].first; chunk < ranges[raw(index)].end; ++chunk) {
-      if (usable_block(rows, group, chunk)) {
+      if (complete_rows && usable_block(rows, group, chunk)) {
         builder.add_chunk(index, chunk, groups[raw(index)].chunk_tokens, rows[group][chunk]);
       } else {
         complete_rows = false;
@@ -375,19 +415,20 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
   }
   begin_plan();
   std::stable_sort(offers.begin(), offers.end(),
-                   [](const Offer& a, const Offer& b) { return raw(a.request) < raw(b.request); });
+                   [](const Offer& a, const Offer& b) { return a.generation < b.generation; });
   for (std::size_t first = 0; first < offers.size();) {
     std::size_t end = first;
     builder.begin();
-    for (; end < offers.size() && offers[end].request == offers[first].request; ++end) {
+    for (; end < offers.size() && offers[end].generation == offers[first].generation; ++end) {
       const Offer& offer = offers[end];
-      const std::uint32_t chunk_tokens = groups[raw(offer.group)].chunk_tokens;
-      builder.add_mark(offer.tokens, chunk_tokens,
-                       std::span(offer_hashes).subspan(offer.hash_at, hash_width));
-      builder.add_chunk(offer.group, offer.tokens / chunk_tokens - 1, chunk_tokens, offer.block);
+      builder.add_handed_off(offer.group, offer.tokens, groups[raw(offer.group)].chunk_tokens,
+                             offer.block,
+                             std::span(offer_hashes).subspan(offer.hash_at, hash_width));
     }
-    const Request* const request = find(offers[first].request);
-    start_save(offers[first].request, request == nullptr ? 0 : request->generation, {}, now, true);
+    Save& save = start_save(offers[first].request, offers[first].generation, {}, now, true);
+    for (std::size_t i = first; i < end; ++i) {
+      save.tags.push_back(state_mark(offers[i].group, offers[i].tokens));
+    }
     first = end;
   }
   offers.clear();
@@ -399,8 +440,8 @@ void StoreScheduler::Impl::drop_offers() {
   counters.saves_dropped += offers.size();
   for (const Offer& offer : offers) {
     released.push_back(offer.block);
-    if (Request* const request = find(offer.request)) {
-      std::erase(request->handed_off, state_mark(offer.group, offer.tokens));
+    if (Request* const request = find(offer.request, offer.generation)) {
+      forget_state(*request, offer.group, offer.tokens);
     }
   }
   offers.clear();
@@ -409,13 +450,15 @@ void StoreScheduler::Impl::drop_offers() {
 
 // What every rank has stored whole needs no second save for a while.
 void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end, Instant now) {
-  if (end.whole) return;
+  if (end.whole || save.range.empty()) return;
+  unit_failed.assign(save.tags.size(), false);
+  for (const FailedChunk& chunk : end.failed) {
+    const std::uint32_t tokens = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
+    const std::size_t unit = (tokens - save.range.from) / step_tokens;
+    if (tokens >= save.range.from && unit < unit_failed.size()) unit_failed[unit] = true;
+  }
   for (std::size_t unit = 0; unit < save.tags.size(); ++unit) {
-    const std::uint32_t start = save.range.from + static_cast<std::uint32_t>(unit) * step_tokens;
-    const bool stored = std::none_of(end.failed.begin(), end.failed.end(), [&](const auto& chunk) {
-      return aligned(chunk.chunk * groups[raw(chunk.group)].chunk_tokens) == start;
-    });
-    if (stored) saved_prefixes.add(save.tags[unit], now);
+    if (!unit_failed[unit]) saved_prefixes.add(save.tags[unit], now);
   }
 }
 
@@ -429,14 +472,18 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   counters.saved_bytes += end.bytes;
   counters.save_chunks_failed += end.failed.size();
 
-  const bool full = std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
-    return chunk.status == static_cast<std::uint32_t>(ItemStatus::kNoSpace);
-  });
-  if (!full) {
-    if (end.objects > 0) full_saves = 0;
-  } else if (++full_saves >= options.full_backoff_after) {
-    full_saves = 0;
-    backoff_until = now + options.full_backoff;
+  const bool refused =
+      end.outcome == JobOutcome::kExpired ||
+      std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
+        const auto status = static_cast<ItemStatus>(chunk.status);
+        return status == ItemStatus::kNoSpace || status == ItemStatus::kUnavailable ||
+               status == ItemStatus::kTimedOut;
+      });
+  if (!refused) {
+    if (end.objects > 0) refused_saves = 0;
+  } else if (++refused_saves >= options.backoff_after) {
+    refused_saves = 0;
+    backoff_until = now + options.backoff;
   }
 
   remember_saved(save, end, now);
@@ -444,10 +491,12 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   if (request == nullptr) return;
   if (save.range.empty()) {
     // A state that was not stored may be offered again.
-    if (end.whole) request->handed_off.clear();
+    for (std::size_t i = 0; i < save.tags.size() && end.whole; ++i) {
+      std::erase(request->handed_off, save.tags[i]);
+    }
     for (const FailedChunk& chunk : end.failed) {
       const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
-      std::erase(request->handed_off, state_mark(chunk.group, tokens));
+      forget_state(*request, chunk.group, tokens);
     }
     return;
   }
@@ -458,7 +507,10 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   }
   hole = std::max(hole, save.range.from);
   if (hole < save.range.to && hole < request->planned) {
-    request->retry_above = std::max(request->retry_above, request->planned);
+    // Twice as far each time: a store that stays away must not be sent the whole context at each
+    // step.
+    request->retry_above =
+        std::max(request->retry_above, request->planned + (request->planned - hole));
     request->planned = hole;
   }
 }
@@ -508,8 +560,10 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   if (!result.complete) ++counters.loads_failed;
   if (Request* const request = find(load.request, load.generation)) {
     request->loading = false;
-    // What came from the store is in the store.
-    request->planned = std::max(request->planned, result.valid_tokens);
+    // What came from the store is in the store; what was local may not be.
+    if (load.local <= request->planned) {
+      request->planned = std::max(request->planned, result.valid_tokens);
+    }
     if (!result.complete && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;
@@ -526,6 +580,11 @@ void StoreScheduler::Impl::settle(Instant now) {
     if (event.kind == JobKind::kSave) end_save(event, now);
   }
   while (ledger.take_quarantined(event)) {
+    log(LogLevel::kWarning,
+        fmt::format("job {} of request {} is not quiet after {} s: its blocks are held until the "
+                    "client that moves them is gone",
+                    raw(event.job), raw(event.request),
+                    options.quarantine_after.ns / 1'000'000'000));
     const auto load = loads.find(raw(event.job));
     if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported) {
       event.whole = true;  // the bytes may still change, also those that seem to have arrived
@@ -543,11 +602,13 @@ void StoreScheduler::Impl::settle(Instant now) {
 
 StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<ObjectIndex> index,
-                               const StoreSchedulerOptions& options) {
+                               const StoreSchedulerOptions& wanted) {
   ProblemList problems;
+  StoreSchedulerOptions options = wanted;
+  if (options.ranks == 0 && schema) options.ranks = schema->projection().parallel().world();
   if (!schema) problems.add("schema", "null", "a key schema");
   if (!index) problems.add("index", "null", "an object index");
-  check_options(options, problems);
+  check_options(options, schema.get(), problems);
   if (schema) problems.append(validate_store(schema->projection()));
   problems.throw_if_any(ErrorCode::kInvalidConfig, "store scheduler");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), options);
@@ -563,17 +624,20 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                                     const HashList& hashes, std::uint32_t local_tokens,
                                     Instant now) {
   Impl& s = *impl_;
-  if (!s.options.loads || !s.accept_width(hashes)) return {};
-  const std::uint32_t hashed = s.aligned(std::min(prompt_tokens, hashes.count * s.hash_tokens));
+  if (!s.options.loads) return {};
+  if (local_tokens % s.step_tokens != 0) {
+    // An answer beyond a rounded hit would be misread as one beyond the engine's.
+    ++s.counters.lookups_refused;
+    return {};
+  }
+  const std::uint32_t hashed = s.aligned(std::min(prompt_tokens, hashes.end() * s.hash_tokens));
   const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
-  const std::uint32_t local = s.aligned(local_tokens);
+  const std::uint32_t local = local_tokens;
   // The engine's own cache covers all that may be used: no call (R79).
   if (max <= local) return {};
 
   Request& request = s.remember(id);
-  if (request.bypass || request.loading) return {};
-  const std::uint32_t known = s.hash_count(request);
-  if (hashes.count > known) Impl::append_hashes(request, hashes, known);
+  if (!s.take_hashes(request, hashes) || request.bypass || request.loading) return {};
 
   s.take_answers(now);
   Lookup& lookup = request.lookup;
@@ -612,12 +676,11 @@ std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t exter
   return job;
 }
 
-void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens,
-                              const HashList& new_hashes) {
+void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens, const HashList& hashes) {
   Impl& s = *impl_;
   Request& request = s.remember(id);
+  s.take_hashes(request, hashes);
   request.accepted = accepted_tokens;
-  if (s.accept_width(new_hashes)) Impl::append_hashes(request, new_hashes, 0);
 }
 
 std::uint32_t StoreScheduler::known_hashes(RequestId id) const noexcept {
@@ -646,6 +709,11 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
   TokenRange wanted = wants_save(id, now);
   wanted.to = std::min(wanted.to, s.aligned(range.to));
   if (wanted.empty()) return;
+  if (rows.size() != s.projection().num_groups()) {
+    // Rows of a projection would name other groups' blocks.
+    ++s.counters.tables_refused;
+    return;
+  }
   Request& request = *s.find(id);
   s.begin_plan();
   s.builder.begin();
@@ -692,10 +760,11 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   // An engine offers a state again when it computes it again, e.g. after a preemption.
   const std::uint64_t mark = state_mark(*index, tokens);
   auto& handed_off = request->handed_off;
-  if (std::find(handed_off.begin(), handed_off.end(), mark) != handed_off.end()) return;
-  handed_off.push_back(mark);
+  const auto place = std::lower_bound(handed_off.begin(), handed_off.end(), mark);
+  if (place != handed_off.end() && *place == mark) return;
+  handed_off.insert(place, mark);
   const auto hash = s.hashes_of(*request)[tokens / s.hash_tokens - 1];
-  s.offers.push_back({id, *index, block, tokens, s.offer_hashes.size()});
+  s.offers.push_back({id, request->generation, *index, block, tokens, s.offer_hashes.size()});
   s.offer_hashes.insert(s.offer_hashes.end(), hash.begin(), hash.end());
   s.acquired.push_back(block);
 }
@@ -722,16 +791,22 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   Impl& s = *impl_;
   s.take_answers(now);
   s.questions.clear();
-  for (const RequestId id : s.queued) {
+  std::size_t taken = 0;
+  std::uint64_t tokens = 0;
+  for (; taken < s.queued.size(); ++taken) {
+    const RequestId id = s.queued[taken];
     Request* const request = s.find(id);
     if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
     Lookup& lookup = request->lookup;
+    tokens += lookup.max - lookup.asked_local;
+    // The others ask in the next step: a call as large as all of them would be late for all.
+    if (tokens > kLookupTokensPerCall && !s.questions.empty()) break;
     lookup.state = LookupState::kInFlight;
     lookup.at = now;
     s.questions.push_back(
         {id, lookup.serial, lookup.asked_local, lookup.max, s.hashes_of(*request)});
   }
-  s.queued.clear();
+  s.queued.erase(s.queued.begin(), s.queued.begin() + static_cast<std::ptrdiff_t>(taken));
   s.desk.ask(s.questions, now, now + s.options.lookup_timeout, s.answers);
   s.take_answers(now);
   s.settle(now);
@@ -788,8 +863,8 @@ void StoreScheduler::take_released(std::vector<BlockId>& out) {
 }
 
 bool StoreScheduler::has_pending_work() const noexcept {
-  return impl_->ledger.size() > 0 || !impl_->offers.empty() || !impl_->load_ends.empty() ||
-         !impl_->released.empty();
+  return impl_->ledger.size() > impl_->ledger.in_quarantine() || !impl_->offers.empty() ||
+         !impl_->load_ends.empty() || !impl_->released.empty();
 }
 std::size_t StoreScheduler::tracked() const noexcept {
   return impl_->requests.size() + impl_->ledger.size() + impl_->loads.size() + impl_->saves.size() +

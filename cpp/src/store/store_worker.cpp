@@ -89,9 +89,13 @@ class Pool {
     idle_.pop_back();
     return item;
   }
-  void give(std::unique_ptr<T> item) { idle_.push_back(std::move(item)); }
+  // Beyond some, what a burst has grown goes back to the system.
+  void give(std::unique_ptr<T> item) {
+    if (idle_.size() < kMost) idle_.push_back(std::move(item));
+  }
 
  private:
+  static constexpr std::size_t kMost = 256;
   std::vector<std::unique_ptr<T>> idle_;
 };
 
@@ -116,8 +120,10 @@ struct StoreWorker::Impl {
       options.max_bytes_per_call =
           std::min(options.max_bytes_per_call, capabilities.max_bytes_per_call);
     }
-    for (const StoreIndex group : indices<StoreIndex>(map->projection().num_store_groups())) {
-      shards.push_back(schema->shard_of(group, options.position));
+    const Projection& projection = map->projection();
+    const RankPosition position = rank_position(options.rank, projection.parallel());
+    for (const StoreIndex group : indices<StoreIndex>(projection.num_store_groups())) {
+      shards.push_back(schema->shard_of(group, position));
     }
   }
 
@@ -131,6 +137,7 @@ struct StoreWorker::Impl {
   Mailbox<std::unique_ptr<Job>> inbox;
   std::mutex submit_mutex;
   std::uint64_t bound_epoch = 0;  // 0: none yet
+  std::uint64_t last_step = 0;    // of that epoch
   bool closed = false;
   Pool<Job> idle_jobs;
   std::mutex outbox_mutex;
@@ -228,12 +235,27 @@ std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   } catch (const Error& error) {
     return describe(error);
   }
+  const std::size_t groups = projection.num_store_groups();
   for (std::size_t r = 0; r < plan.runs.size(); ++r) {
-    const std::size_t groups = projection.num_store_groups();
-    if (raw(plan.runs[r].group) >= groups) {
-      return problem("runs[" + std::to_string(r) + "].group",
-                     std::to_string(raw(plan.runs[r].group)),
+    const RunRecord& run = plan.runs[r];
+    const std::string path = "runs[" + std::to_string(r) + "]";
+    if (raw(run.group) >= groups) {
+      return problem(path + ".group", std::to_string(raw(run.group)),
                      "a store index below " + std::to_string(groups));
+    }
+    const std::uint32_t chunk_tokens = projection.group(run.group).tokens_per_block;
+    if (run.valid_tokens_last != chunk_tokens) {
+      return problem(path + ".valid_tokens_last", std::to_string(run.valid_tokens_last),
+                     std::to_string(chunk_tokens) + ", a whole chunk");
+    }
+    // A mark shifted against its chunk would put the bytes under another prefix.
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      const std::uint64_t tokens = (std::uint64_t{run.first_chunk} + i + 1) * chunk_tokens;
+      if (plan.mark_tokens[run.first_mark + i] != tokens) {
+        return problem(path + ".marks[" + std::to_string(i) + "]",
+                       std::to_string(plan.mark_tokens[run.first_mark + i]) + " tokens",
+                       std::to_string(tokens) + " tokens, the end of its chunk");
+      }
     }
   }
   for (std::size_t i = 0; i < plan.ids.size(); ++i) {
@@ -254,8 +276,6 @@ void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& reco
   job.timeout = record.timeout;
   job.hash_width = plan.hash_width;
   for (const RunRecord& run : plan.runs.subspan(record.first_run, record.num_runs)) {
-    // A rank without layers of a group has nothing of it to move (pipeline stages).
-    if (map->object_bytes(run.group) == 0) continue;
     RunRecord own = run;
     own.first_id = static_cast<std::uint32_t>(job.ids.size());
     own.first_mark = own.first_id;
@@ -294,7 +314,7 @@ bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch) {
 bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   std::unique_ptr<Call> call;
   std::unique_ptr<ObjectBatch> batch;
-  Instant deadline{INT64_MAX};
+  Instant deadline{INT64_MIN};
   for (auto it = queue.begin(); it != queue.end();) {
     Job& job = **it;
     if (job.issued() || job.told) {
@@ -325,7 +345,8 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
     while (!job.issued() && !full) full = !add_next(job, *call, *batch);
     if (before.run != job.cursor.run || before.chunk != job.cursor.chunk) {
       call->jobs.emplace_back(&job, before);
-      deadline = std::min(deadline, job.deadline);
+      // The latest: an old save must not take its neighbours along.
+      deadline = std::max(deadline, job.deadline);
     }
     // Saves share calls; a load's calls are its own, so that one slow object holds up one request.
     if (full || !put) break;
@@ -485,6 +506,7 @@ bool StoreWorker::Impl::retire() {
   std::uint64_t forgotten = 0;
   for (auto& job : jobs) {
     if (!done(job)) continue;
+    job->ready = ReadyToken::host();  // a device's event must not outlive its use
     idle_jobs.give(std::move(job));
     ++forgotten;
   }
@@ -512,6 +534,14 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
                  Projection::describe_mismatch(map->projection().digest_facts(),
                                                schema->projection().digest_facts()));
   }
+  if (schema) {
+    const ParallelSizes& sizes = schema->projection().parallel();
+    if (raw(options.rank) >= sizes.world()) {
+      problems.add(
+          "rank", std::to_string(raw(options.rank)),
+          "below " + std::to_string(sizes.world()) + ", tp x pp x pcp of the cache config");
+    }
+  }
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store), options);
 
@@ -536,30 +566,34 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
     for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
     return impl_->refuse(plan.epoch, refused, std::move(why));
   }
+  // Its jobs may be running, so they are not reported: only the first copy is the plan.
+  if (plan.step <= impl_->last_step) {
+    impl_->count([](StoreWorkerCounters& c) { ++c.plans_repeated; });
+    return {false, "step plan: step = " + std::to_string(plan.step) + ": expected more than " +
+                       std::to_string(impl_->last_step) + " (this plan or a later one was taken)"};
+  }
+  if (impl_->inbox.size() + plan.jobs.size() > impl_->options.max_queued_jobs) {
+    for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
+    return impl_->refuse(plan.epoch, refused,
+                         "step plan: " + std::to_string(plan.jobs.size()) + " jobs beside " +
+                             std::to_string(impl_->inbox.size()) + " queued: expected at most " +
+                             std::to_string(impl_->options.max_queued_jobs) +
+                             " together (max_queued_jobs)");
+  }
   impl_->bound_epoch = plan.epoch;
-  std::uint64_t taken = 0;
+  impl_->last_step = plan.step;
   for (const JobRecord& record : plan.jobs) {
     std::unique_ptr<Job> job = impl_->idle_jobs.take();
     impl_->copy_job(plan, record, *job);
     job->ready = ready;
-    impl_->count([](StoreWorkerCounters& c) { ++c.jobs_alive; });
-    if (impl_->inbox.try_push(std::move(job))) {
-      ++taken;
-      continue;
-    }
-    impl_->count([](StoreWorkerCounters& c) { --c.jobs_alive; });
-    impl_->idle_jobs.give(std::move(job));
-    refused.push_back(record.id);
+    impl_->inbox.try_push(std::move(job));
   }
   impl_->count([&](StoreWorkerCounters& c) {
     ++c.plans;
-    c.jobs += taken;
+    c.jobs += plan.jobs.size();
+    c.jobs_alive += plan.jobs.size();
   });
-  if (refused.empty()) return {};
-  return impl_->refuse(plan.epoch, refused,
-                       "step plan: " + std::to_string(refused.size()) + " jobs: expected at most " +
-                           std::to_string(impl_->options.max_queued_jobs) +
-                           " queued jobs (max_queued_jobs)");
+  return {};
 }
 
 SubmitResult StoreWorker::submit(std::span<const std::byte> encoded_plan, ReadyToken ready) {
@@ -581,6 +615,10 @@ bool StoreWorker::poll(WorkerReport& out) {
     report.clear();
     report.rank = out.rank;
     report.epoch = out.epoch;
+    // Of a scheduler that was refused nothing more will come.
+    if (report.epoch != impl_->outbox.front().epoch)
+      std::erase_if(impl_->outbox,
+                    [&](const WorkerReport& r) { return r.empty() && r.epoch == out.epoch; });
     return true;
   }
   return false;

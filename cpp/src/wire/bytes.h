@@ -44,6 +44,19 @@ bool take_array(std::span<const std::byte>& bytes, std::uint64_t count,
   return true;
 }
 
+// The same into a vector: reports come in frames of transports that align nothing.
+template <class T>
+bool copy_array(std::span<const std::byte>& bytes, std::uint64_t count, std::vector<T>& items) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  if (count > bytes.size() / sizeof(T)) return false;
+  const std::size_t length = static_cast<std::size_t>(count) * sizeof(T);
+  if (padded8(length) > bytes.size()) return false;
+  items.resize(static_cast<std::size_t>(count));
+  if (length != 0) std::memcpy(items.data(), bytes.data(), length);
+  bytes = bytes.subspan(padded8(length));
+  return true;
+}
+
 [[noreturn]] inline void refuse(ErrorCode code, std::string_view subject, std::string path,
                                 std::uint64_t value, std::string expected) {
   fail(code, subject, {std::move(path), std::to_string(value), std::move(expected), {}});

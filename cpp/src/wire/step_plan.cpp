@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kvprism/key/key_schema.h"
 #include "wire/bytes.h"
 
 namespace kvprism {
@@ -9,8 +10,8 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x3150564b;  // "KVP1"
 constexpr std::uint16_t kVersion = 1;
-constexpr std::uint32_t kMinHashWidth = 16;
-constexpr std::uint32_t kMaxHashWidth = 64;
+constexpr std::int64_t kLongestTimeout =
+    1'000'000'000'000'000'000;  // ns; a sum with a time must not overflow
 constexpr std::string_view kSubject = "step plan";
 
 struct Header {
@@ -68,6 +69,13 @@ void check_jobs(const StepPlanView& plan) {
     if (job.kind != JobKind::kSave && job.kind != JobKind::kLoad) {
       detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".kind",
                      static_cast<std::uint32_t>(job.kind), "1 (save) or 2 (load)");
+    }
+    if (job.timeout.ns <= 0 || job.timeout.ns > kLongestTimeout) {
+      fail(ErrorCode::kInvalidArgument, kSubject,
+           {path + ".timeout",
+            std::to_string(job.timeout.ns) + " ns",
+            "1 to " + std::to_string(kLongestTimeout) + " ns",
+            {}});
     }
     const std::uint64_t runs_end = std::uint64_t{job.first_run} + job.num_runs;
     if (runs_end > plan.runs.size()) {

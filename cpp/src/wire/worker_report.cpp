@@ -58,13 +58,9 @@ void encode(const WorkerReport& report, std::vector<std::byte>& out) {
 void decode_report(std::span<const std::byte>& bytes, WorkerReport& out) {
   out.clear();
   const std::size_t size = bytes.size();
-  if (reinterpret_cast<std::uintptr_t>(bytes.data()) % 8 != 0) {
-    detail::refuse(ErrorCode::kInvalidArgument, kSubject, "address modulo 8",
-                   reinterpret_cast<std::uintptr_t>(bytes.data()) % 8, "8-byte alignment");
-  }
   std::span<const std::byte> rest = bytes;
-  std::span<const Header> headers;
-  if (!detail::take_array(rest, 1, headers)) {
+  std::vector<Header> headers;
+  if (!detail::copy_array(rest, 1, headers)) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
                    "at least the header of " + std::to_string(sizeof(Header)));
   }
@@ -77,10 +73,10 @@ void decode_report(std::span<const std::byte>& bytes, WorkerReport& out) {
                    std::to_string(kVersion));
   }
   if (header.flags != 0) detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0");
-  std::span<const JobReport> jobs;
-  std::span<const FailedChunk> failed;
-  if (!detail::take_array(rest, header.jobs, jobs) ||
-      !detail::take_array(rest, header.failed, failed)) {
+  std::vector<JobReport>& jobs = out.jobs;
+  std::vector<FailedChunk>& failed = out.failed;
+  if (!detail::copy_array(rest, header.jobs, jobs) ||
+      !detail::copy_array(rest, header.failed, failed)) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
                    "the arrays that the header counts");
   }
@@ -102,8 +98,6 @@ void decode_report(std::span<const std::byte>& bytes, WorkerReport& out) {
   }
   out.rank = Rank{header.rank};
   out.epoch = header.epoch;
-  out.jobs.assign(jobs.begin(), jobs.end());
-  out.failed.assign(failed.begin(), failed.end());
   bytes = rest;
 }
 

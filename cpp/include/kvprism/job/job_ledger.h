@@ -26,7 +26,7 @@ struct JobEvent {
   JobId job{};
   RequestId request{};
   JobKind kind{};
-  JobOutcome outcome{};  // merged over the ranks: the worst
+  JobOutcome outcome{};  // merged over the ranks: the worst; kExpired when one was silent
   bool whole = false;    // no chunk can be counted on: a rank failed as a whole, or did not answer
   bool quarantined = false;  // for quiet events: was in quarantine before
   std::uint64_t bytes = 0;   // over all ranks
@@ -79,6 +79,8 @@ class KVPRISM_API JobLedger {
 
   bool alive(JobId job) const noexcept;
   std::size_t size() const noexcept;
+  // Of those, the ones in quarantine.
+  std::size_t in_quarantine() const noexcept;
   LedgerCounters counters() const noexcept;
 
  private:

@@ -15,16 +15,23 @@
 
 namespace kvprism {
 
+// Bytes of a block hash: shorter ones collide (R39).
+inline constexpr std::uint32_t kMinHashWidth = 16;
+inline constexpr std::uint32_t kMaxHashWidth = 64;
+
 // Block hashes of a request at granularity h: hash i stands for tokens [0, (i+1)*h). Opaque bytes
-// of the engine. All hashes have the same width of 16 to 64 bytes (R39).
+// of the engine, all of one width. Holds those from `first` on.
 // Ownership: a view.
 struct HashList {
   const std::uint8_t* data = nullptr;
   std::uint32_t count = 0;
   std::uint32_t width = 0;  // bytes
+  std::uint32_t first = 0;  // index of the hash at `data`
 
+  std::uint32_t end() const noexcept { return first + count; }
+  // `at` counts from the request's first hash, and is in [first, end()).
   std::span<const std::uint8_t> operator[](std::uint32_t at) const noexcept {
-    return {data + static_cast<std::size_t>(at) * width, width};
+    return {data + static_cast<std::size_t>(at - first) * width, width};
   }
 };
 

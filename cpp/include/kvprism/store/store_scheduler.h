@@ -21,8 +21,9 @@ namespace kvprism {
 
 struct StoreSchedulerOptions {
   std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
-  std::uint32_t ranks = 1;  // workers that report each job
-  bool loads = true;        // look up and load
+  std::uint32_t ranks =
+      0;              // workers that report each job: tp x pp x pcp of the config, which 0 means
+  bool loads = true;  // look up and load
   bool saves = true;
   Duration lookup_timeout = milliseconds(500);  // a later answer is a miss
   Duration lookup_fresh_for = seconds(5);       // an unused answer is asked again after this
@@ -32,8 +33,9 @@ struct StoreSchedulerOptions {
   // Reports a load that went to quarantine although its blocks are not quiet. Only for engines that
   // then give the request other blocks; the quarantined ones stay referenced.
   bool detach_quarantined_loads = false;
-  std::uint32_t full_backoff_after = 3;    // consecutive saves that met a full pool (R50)
-  Duration full_backoff = seconds(5);      // saves dropped for so long
+  // Consecutive saves that the store refused (full, away or late: R50) before saving pauses.
+  std::uint32_t backoff_after = 3;
+  Duration backoff = seconds(5);           // saves dropped for so long
   Duration saved_fresh_for = seconds(60);  // what was saved is not saved again for so long
 };
 
@@ -82,10 +84,11 @@ struct StoreSchedulerCounters {
   std::uint64_t lookups = 0;       // requests asked about
   std::uint64_t lookup_calls = 0;  // calls to the index
   std::uint64_t lookup_keys = 0;
-  std::uint64_t lookups_late = 0;    // counted as misses
-  std::uint64_t lookups_failed = 0;  // refused or unavailable: misses
-  std::uint64_t hit_tokens = 0;      // promised by lookups that were allocated
-  std::uint64_t loaded_tokens = 0;   // delivered
+  std::uint64_t lookups_refused = 0;  // local tokens off the grid of S
+  std::uint64_t lookups_late = 0;     // counted as misses
+  std::uint64_t lookups_failed = 0;   // refused or unavailable: misses
+  std::uint64_t hit_tokens = 0;       // promised by lookups that were allocated
+  std::uint64_t loaded_tokens = 0;    // delivered
   std::uint64_t loads = 0;
   std::uint64_t loads_failed = 0;  // not complete
   std::uint64_t load_races = 0;    // chunks that a lookup saw and the load did not (R44)
@@ -96,8 +99,11 @@ struct StoreSchedulerCounters {
   std::uint64_t loaded_objects = 0;
   std::uint64_t loaded_bytes = 0;
   std::uint64_t save_chunks_failed = 0;
-  std::uint64_t saves_dropped = 0;  // while backing off from a full pool
-  std::uint64_t saves_known = 0;    // stretches of S tokens saved lately: not saved again
+  std::uint64_t saves_dropped = 0;      // while backing off from a full pool
+  std::uint64_t saves_known = 0;        // stretches of S tokens saved lately: not saved again
+  std::uint64_t hashes_refused = 0;     // of another width, or with a gap before them
+  std::uint64_t requests_replaced = 0;  // ids that came with other hashes, without finished()
+  std::uint64_t tables_refused = 0;     // saves with another number of rows than groups
   std::uint64_t offers_refused =
       0;  // boundary() calls that named a null block or an unknown prefix
   std::uint64_t sources_skipped = 0;  // chunks without a source in the present table
@@ -129,13 +135,15 @@ class KVPRISM_API StoreScheduler {
 
   // The engine has blocks for the request and will wait for `external_tokens` (what lookup offered,
   // or 0: not wanted). Returns the load's job, whose end take_load_ends() tells, or nothing: then
-  // nothing is loaded.
+  // nothing is loaded. The bytes may arrive as soon as a worker has the plan: no device work that
+  // touches the blocks may still be running then.
   std::optional<JobId> allocated(RequestId request, std::uint32_t external_tokens,
                                  const BlockRows& rows, Instant now);
 
   // `accepted_tokens` of the request will be computed and final after this step. May shrink (R25).
-  // `new_hashes` follow those that are known: known_hashes() tells how many these are.
-  void advanced(RequestId request, std::uint32_t accepted_tokens, const HashList& new_hashes);
+  // `hashes` say by `first` where they belong; those that are known are skipped. The first lookup
+  // or advanced begins a request, and only finished() ends it.
+  void advanced(RequestId request, std::uint32_t accepted_tokens, const HashList& hashes);
   std::uint32_t known_hashes(RequestId request) const noexcept;
 
   // What is ready to be saved and not yet planned; empty when nothing is.
@@ -164,7 +172,8 @@ class KVPRISM_API StoreScheduler {
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
 
-  // True while a job is not quiet: the engine must keep stepping.
+  // True while a job is not quiet: the engine must keep stepping. Jobs in quarantine do not count,
+  // as only their client's end can release them; a later step takes that in.
   bool has_pending_work() const noexcept;
   // Requests, jobs and lookups that are remembered; all 0 at the end of a clean run.
   std::size_t tracked() const noexcept;

@@ -21,8 +21,7 @@
 namespace kvprism {
 
 struct StoreWorkerOptions {
-  Rank rank{};
-  RankPosition position;
+  Rank rank{};  // its place in the parallel arrangement is rank_position(rank)
   std::uint32_t max_segments_per_call =
       512;  // small calls keep the time to quiet small (decision 5)
   std::uint64_t max_bytes_per_call = 64ull << 20;
@@ -31,7 +30,8 @@ struct StoreWorkerOptions {
   std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
 };
 
-// Why a plan was not taken. Its jobs are reported failed and quiet.
+// Why a plan was not taken, as a whole. Its jobs are reported failed and quiet, but for a plan that
+// was taken before.
 struct SubmitResult {
   bool accepted = true;
   std::string refusal;  // names the field, both values and what was expected
@@ -40,6 +40,7 @@ struct SubmitResult {
 struct StoreWorkerCounters {
   std::uint64_t plans = 0;
   std::uint64_t plans_refused = 0;
+  std::uint64_t plans_repeated = 0;  // of a step that was taken already; nothing is moved or told
   std::uint64_t jobs = 0;
   std::uint64_t gets = 0;  // calls
   std::uint64_t puts = 0;
