@@ -118,7 +118,7 @@ std::shared_ptr<StoreHandle> mooncake_store(
   BlockingStoreOptions blocking;
   blocking.setup_timeout = to_duration(setup_timeout_seconds, "setup_timeout_seconds");
 
-  const nb::gil_scoped_release released;
+  const GilFree released;
   const auto store =
       std::make_shared<BlockingStore>(mooncake_client_factory(std::move(options)), blocking);
   auto handle = std::make_shared<StoreHandle>(store, store);
@@ -292,7 +292,7 @@ One worker may use it to move objects, and one scheduler to look them up.)")
           "close",
           [](StoreHandle& h, double timeout_seconds) {
             const Duration budget = to_duration(timeout_seconds, "timeout_seconds");
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return h.close(budget).unquiet;
           },
           "timeout_seconds"_a = 5.0,

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,7 +17,9 @@
 
 #include "areas.h"
 #include "errors.h"
+#include "gil_free.h"
 #include "ids.h"
+#include "kvprism/base/error.h"
 #include "kvprism/group/cache_config.h"
 #include "kvprism/group/projection.h"
 #include "kvprism/store/validate_store.h"
@@ -63,25 +66,75 @@ SpecRegistry or_builtin(const std::optional<SpecRegistry>& registry) {
 }
 
 CacheConfig config_from_json(std::string_view text, const std::optional<SpecRegistry>& registry) {
-  const nb::gil_scoped_release released;
+  const GilFree released;
   return cache_config_from_json(text, or_builtin(registry));
 }
 
+// The name in bytes: it need not be UTF-8.
 CacheConfig config_from_file(nb::handle path, const std::optional<SpecRegistry>& registry) {
-  const nb::object text = nb::module_::import_("os").attr("fsdecode")(path);
-  const auto name = nb::cast<std::string>(text);
-  const nb::gil_scoped_release released;
+  const auto bytes = nb::cast<nb::bytes>(nb::module_::import_("os").attr("fsencode")(path));
+  const std::string name(bytes.c_str(), bytes.size());
+  if (name.find('\0') != std::string::npos) {
+    fail(ErrorCode::kInvalidConfig, "cache config",
+         {"path", nb::repr(path).c_str(), "a name without NUL bytes", {}});
+  }
+  const GilFree released;
   return cache_config_from_file(name, or_builtin(registry));
 }
 
+constexpr std::size_t kDeepestDict = 64;
+
+// Where the first value lies that JSON cannot express; a dict that contains itself is too deep.
+std::optional<Problem> find_foreign(nb::handle value, const std::string& path, std::size_t depth) {
+  const auto problem = [&](std::string found, const char* expected) {
+    if (found.size() > 60) found = found.substr(0, 57) + "...";
+    return Problem{path.empty() ? "top level" : path, std::move(found), expected, {}};
+  };
+  if (depth > kDeepestDict) return problem({}, "at most 64 levels of dicts and lists");
+  if (nb::isinstance<nb::dict>(value)) {
+    for (const auto [key, item] : nb::borrow<nb::dict>(value)) {
+      if (!nb::isinstance<nb::str>(key)) return problem(nb::repr(key).c_str(), "keys of type str");
+      const std::string name = nb::repr(key).c_str();
+      const std::string inner = (path.empty() ? "" : path + ".") + name.substr(1, name.size() - 2);
+      if (auto found = find_foreign(item, inner, depth + 1)) return found;
+    }
+    return std::nullopt;
+  }
+  if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
+    std::size_t index = 0;
+    for (const nb::handle item : value) {
+      if (auto found = find_foreign(item, path + "[" + std::to_string(index++) + "]", depth + 1))
+        return found;
+    }
+    return std::nullopt;
+  }
+  if (PyFloat_Check(value.ptr())) {
+    if (std::isfinite(nb::cast<double>(value))) return std::nullopt;
+    return problem(nb::repr(value).c_str(), "a finite number");
+  }
+  if (value.is_none() || PyUnicode_Check(value.ptr()) || PyLong_Check(value.ptr()))
+    return std::nullopt;
+  return problem(nb::repr(value).c_str(), "str, int, float, bool, None, a list or a dict");
+}
+
 CacheConfig config_from_dict(nb::dict value, const std::optional<SpecRegistry>& registry) {
-  const nb::object text = nb::module_::import_("json").attr("dumps")(value);
+  nb::object text;
+  try {
+    text = nb::module_::import_("json").attr("dumps")(value, "allow_nan"_a = false);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError) &&
+        !error.matches(PyExc_RecursionError))
+      throw;
+    std::optional<Problem> found = find_foreign(value, "", 0);
+    if (!found) found = Problem{"top level", {}, "what JSON can express", error.what()};
+    fail(ErrorCode::kInvalidConfig, "cache config", std::move(*found));
+  }
   return config_from_json(nb::cast<std::string_view>(text), registry);
 }
 
 ProjectionPtr make_projection(const CacheConfig& config,
                               const std::optional<SpecRegistry>& registry) {
-  const nb::gil_scoped_release released;
+  const GilFree released;
   return Projection::make(config, or_builtin(registry));
 }
 

@@ -14,6 +14,14 @@ namespace {
   fail(ErrorCode::kClosed, subject, {"state", "closed", "an open " + std::string(subject), {}});
 }
 
+std::uint32_t checked_width(std::uint32_t width) {
+  if (width < kMinHashWidth || width > kMaxHashWidth) {
+    fail(ErrorCode::kInvalidArgument, "store scheduler",
+         {"hash_width", std::to_string(width), "16 to 64 bytes", {}});
+  }
+  return width;
+}
+
 }  // namespace
 
 StoreHandle::StoreHandle(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index)
@@ -76,7 +84,7 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
                                const StoreSchedulerOptions& options, std::uint32_t width)
-    : hash_width(width), index_(store->take_index()) {
+    : hash_width(checked_width(width)), index_(store->take_index()) {
   try {
     scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
   } catch (...) {
@@ -112,7 +120,7 @@ BoundWorker::BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map
 BoundWorker::~BoundWorker() {
   CloseReport report;
   {
-    const nb::gil_scoped_release released;
+    const GilFree released(GilFree::WhenExiting::kKeepGil);
     report = close_once({});
   }
   if (report.unquiet == 0) return;

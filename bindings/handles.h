@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "converters.h"
+#include "gil_free.h"
 #include "kvprism/backend/fault_injection.h"
 #include "kvprism/backend/pump_thread.h"
 #include "kvprism/io/object_store.h"

@@ -13,6 +13,7 @@
 
 #include "areas.h"
 #include "converters.h"
+#include "gil_free.h"
 #include "ids.h"
 #include "kvprism/key/key_schema.h"
 
@@ -42,7 +43,7 @@ std::vector<std::string> keys_of(const KeySchema& schema, const PyStoreIndex& gr
   const StoreIndex index = checked(group, schema.projection().num_store_groups(), "StoreIndex");
   HashListReader reader;
   const HashList list = reader.read(hashes, 0, kFlatHashBytes);
-  const nb::gil_scoped_release released;
+  const GilFree released;
   KeySlots slots;
   for (std::uint32_t i = 0; i < list.count; ++i) schema.append_key(slots, index, shard, list[i]);
   return slots.strings();

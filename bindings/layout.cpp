@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "areas.h"
+#include "gil_free.h"
 #include "ids.h"
 #include "kvprism/base/error.h"
 #include "kvprism/layout/kernel_blocks.h"
@@ -27,21 +28,29 @@ using namespace nb::literals;
 
 namespace {
 
-// A tensor and the Python object that keeps its memory mapped.
+// A tensor and what keeps its memory mapped and in place: the Python object and its exported
+// buffer, without which a bytearray could still be resized or a mapping closed.
 struct BoundTensor {
   CacheTensor tensor;
   nb::object owner;
 };
+
+std::string shown(nb::handle object) {
+  std::string text = nb::repr(object).c_str();
+  if (text.size() > 60) text = text.substr(0, 57) + "...";
+  return text;
+}
 
 [[noreturn]] void refuse(const char* path, std::string value, std::string expected) {
   fail(ErrorCode::kInvalidArgument, "cache tensor",
        {path, std::move(value), std::move(expected), {}});
 }
 
-void read_array(nb::handle memory, CacheTensor& tensor) {
+// Returns what holds the export.
+nb::object read_array(nb::handle memory, CacheTensor& tensor) {
   nb::ndarray<> array;
   if (!nb::try_cast(memory, array, false)) {
-    refuse("memory", nb::repr(memory).c_str(),
+    refuse("memory", shown(memory),
            "a writable array (buffer or DLPack), or an address with bytes");
   }
   std::int64_t expected = 1;
@@ -54,6 +63,8 @@ void read_array(nb::handle memory, CacheTensor& tensor) {
   tensor.base = static_cast<std::byte*>(array.data());
   tensor.bytes = array.nbytes();
   tensor.device = array.device_type() == nb::device::cpu::value ? -1 : array.device_id();
+  return nb::capsule(new nb::ndarray<>(std::move(array)),
+                     [](void* p) noexcept { delete static_cast<nb::ndarray<>*>(p); });
 }
 
 void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> layers,
@@ -66,13 +77,14 @@ void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> 
   tensor.offset = offset;
   if (nb::isinstance<nb::int_>(memory)) {
     std::uint64_t address = 0;
-    if (!nb::try_cast(memory, address)) refuse("memory", nb::repr(memory).c_str(), "an address");
+    if (!nb::try_cast(memory, address)) refuse("memory", shown(memory), "an address");
     if (!bytes)
       refuse("bytes", "None", "the length of the allocation in bytes, since memory is an address");
     tensor.base = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
     tensor.bytes = *bytes;
   } else {
-    read_array(memory, tensor);
+    nb::object held = read_array(memory, tensor);
+    memory = nb::make_tuple(memory, held);
     if (bytes) refuse("bytes", std::to_string(*bytes), "None: the array knows its length");
   }
   if (device) tensor.device = *device;
@@ -92,7 +104,7 @@ nb::typed<nb::object, SegmentMap> make_map(std::shared_ptr<const Projection> pro
   }
   std::shared_ptr<const SegmentMap> map;
   {
-    const nb::gil_scoped_release released;
+    const GilFree released;
     map = SegmentMap::make(std::move(projection), std::move(tensors));
   }
   nb::object instance = nb::cast(map);
@@ -125,7 +137,7 @@ void bind_layout(nb::module_& module) {
 
 Args:
     memory: The whole allocation as a contiguous writable array (NumPy, PyTorch, anything with DLPack), which is kept
-        alive; or its address, which the caller keeps mapped.
+        alive and cannot be resized or closed meanwhile; or its address, which the caller keeps mapped.
     layers: Names, in the order of their places.
     block_stride: Bytes from one block to the next, at least a page.
     layer_stride: Bytes from one layer to the next.

@@ -9,6 +9,7 @@ NB_MODULE(_core, module) {
   using namespace kvprism::bindings;
   module.doc() = "Native core of kvprism. Import the package kvprism instead.";
   module.attr("version") = KVPRISM_VERSION_STRING;
+  bind_exit(module);
   bind_errors(module);
   bind_spec(module);
   bind_group(module);

@@ -81,7 +81,7 @@ void submit(BoundEngine& bound, std::uint64_t request, nb::handle prompt,
   const Use use(bound);
   bound.prompt.clear();
   append_tokens(prompt, "prompt", bound.prompt);
-  const nb::gil_scoped_release released;
+  const GilFree released;
   use->submit({RequestId{request}, std::move(bound.prompt), max_new_tokens});
 }
 
@@ -92,7 +92,7 @@ bool run_until_idle(BoundEngine& bound, double timeout_seconds) {
   while (true) {
     bool idle = false;
     {
-      const nb::gil_scoped_release released;
+      const GilFree released;
       const Duration left = until - monotonic_now();
       idle = bound.run(std::clamp(left, Duration{0}, milliseconds(100)));
     }
@@ -227,7 +227,7 @@ Args:
           "step",
           [](BoundEngine& e) {
             const ExclusiveUse exclusive(e.in_use, kEngine);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return e.step();
           },
           R"(Computes one step and moves loads and saves along.
@@ -276,7 +276,7 @@ Returns:
           "verify_all",
           [](BoundEngine& e) {
             const Use use(e);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             const sim::VerifyResult result = use->verify_all();
             return std::pair(result.bytes, result.mismatched);
           },
@@ -295,7 +295,7 @@ Returns:
           [](BoundEngine& e, double timeout_seconds) {
             const Duration budget = to_duration(timeout_seconds, "timeout_seconds");
             const ExclusiveUse exclusive(e.in_use, kEngine);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return e.close(budget).unquiet;
           },
           "timeout_seconds"_a = 5.0,
@@ -327,7 +327,7 @@ Args:
           [](RingDetector& d, nb::handle tokens) {
             std::vector<std::uint32_t> list;
             append_tokens(tokens, "tokens", list);
-            const nb::gil_scoped_release released;
+            const GilFree released;
             d.add(list);
           },
           "tokens"_a, nb::sig("def add(self, tokens: object) -> None"),
@@ -342,7 +342,7 @@ Args:
           [](const RingDetector& d, nb::handle data) {
             const BufferView view(data, "data");
             if (!view.contiguous()) throw nb::value_error("data must be contiguous");
-            const nb::gil_scoped_release released;
+            const GilFree released;
             return d.count({view.data(), view.bytes()});
           },
           "data"_a, nb::sig("def count(self, data: object) -> int"), R"(Looks for ring bytes.

@@ -84,7 +84,7 @@ BoundEngine::BoundEngine(std::shared_ptr<BoundScheduler> scheduler,
 }
 
 BoundEngine::~BoundEngine() {
-  const nb::gil_scoped_release released;
+  const GilFree released(GilFree::WhenExiting::kKeepGil);
   close({});
 }
 

@@ -431,6 +431,11 @@ json parse(std::string_view text, const std::string& subject, ProblemList& dupli
          {line_and_column(text, *at), "byte " + std::to_string(*at), "UTF-8 text",
           "save the file as UTF-8"});
   }
+  // The parser takes it for the end of the text.
+  if (const std::size_t at = text.find('\0'); at != std::string_view::npos) {
+    fail(ErrorCode::kInvalidConfig, subject,
+         {line_and_column(text, at), "a NUL byte", "JSON text", {}});
+  }
   DuplicateKeys seen(duplicates);
   const auto watch = [&seen](int, json::parse_event_t event, json& value) {
     seen(event, value);
