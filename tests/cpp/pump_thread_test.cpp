@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -323,14 +324,19 @@ TEST(PumpThread, ManyThreadsSubmitAndPoll) {
   Rank rank(std::make_shared<MemoryStore>(pool));
   PumpThread pump(rank.worker, rank.store);
   std::atomic<int> ended{0};
+  std::mutex order;  // plans are taken in the order of their steps
+  std::uint64_t last_job = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < 3; ++t) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 50; ++i) {
-        const auto job = static_cast<std::uint64_t>(t * 50 + i + 1);
-        rank.worker->submit(
-            rank.plan(JobKind::kSave, job, 1 + t, static_cast<std::uint8_t>(job)).view(),
-            ReadyToken::host());
+        {
+          const std::lock_guard lock(order);
+          const std::uint64_t job = ++last_job;
+          rank.worker->submit(
+              rank.plan(JobKind::kSave, job, 1 + t, static_cast<std::uint8_t>(job)).view(),
+              ReadyToken::host());
+        }
         pump.notify();
         WorkerReport report;
         if (rank.worker->poll(report)) ended += static_cast<int>(report.jobs.size());

@@ -36,7 +36,8 @@ class KVPRISM_API BlockingClient {
   virtual void register_region(const Region& region) = 0;
   virtual void unregister_region(const Region& region) noexcept = 0;
 
-  // After it has returned no native call touches any region of this client. May take seconds, or hang with a hung peer.
+  // After it has returned no native call touches any region of this client. May take seconds, or
+  // hang with a hung peer.
   virtual void tear_down() noexcept = 0;
 };
 
