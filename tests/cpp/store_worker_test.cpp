@@ -396,11 +396,14 @@ TEST_F(WorkerTest, AFullInboxRefusesThePlan) {
   options.max_queued_jobs = 1;
   build(options);
   EXPECT_TRUE(worker->submit(simple(JobKind::kSave, 1, 1).view(), ReadyToken::host()).accepted);
-  const SubmitResult second =
-      worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
+  const StepPlan plan = simple(JobKind::kSave, 1, 2);
+  const SubmitResult second = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(second.accepted);
   EXPECT_THAT(second.refusal, HasSubstr("1 jobs beside 1 queued: expected at most 1 together"));
   EXPECT_EQ(report().jobs[0].job, JobId{2});
+  worker->pump(now);
+  EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted)
+      << "its blocks went back with the refusal";
 }
 
 TEST_F(WorkerTest, CloseCancelsWhatHasNotStartedAndTellsWhatIsUnquiet) {

@@ -572,6 +572,9 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
     return {false, "step plan: step = " + std::to_string(plan.step) + ": expected more than " +
                        std::to_string(impl_->last_step) + " (this plan or a later one was taken)"};
   }
+  // Also of a plan that finds no room: its jobs are told as failed, so it must not run later.
+  impl_->bound_epoch = plan.epoch;
+  impl_->last_step = plan.step;
   if (impl_->inbox.size() + plan.jobs.size() > impl_->options.max_queued_jobs) {
     for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
     return impl_->refuse(plan.epoch, refused,
@@ -580,8 +583,6 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
                              std::to_string(impl_->options.max_queued_jobs) +
                              " together (max_queued_jobs)");
   }
-  impl_->bound_epoch = plan.epoch;
-  impl_->last_step = plan.step;
   for (const JobRecord& record : plan.jobs) {
     std::unique_ptr<Job> job = impl_->idle_jobs.take();
     impl_->copy_job(plan, record, *job);
