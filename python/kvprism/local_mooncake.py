@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,6 +29,29 @@ _ENVIRONMENT = {
     "MC_TCP_BIND_ADDRESS": "127.0.0.1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "true",
 }
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """For ``preexec_fn``: the kernel kills the child when this process ends in whatever way.
+
+    None outside the main thread: the kernel would kill the child when that thread ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    # Looked up here: between fork and exec nothing may be imported.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def set_up() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        # The parent may have ended before.
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return set_up
 
 
 class LocalMooncakeError(UnavailableError):
@@ -254,6 +279,7 @@ class LocalMooncake:
                 env={**os.environ, **_ENVIRONMENT, **environment},
                 # A Ctrl-C in the terminal is for the program that started us.
                 start_new_session=True,
+                preexec_fn=die_with_parent(),
             )
         end = time.monotonic() + self._start_timeout
         while time.monotonic() < end and process.poll() is None:

@@ -120,7 +120,14 @@ def replay(path: str, config: CacheConfig, store: ObjectStore, limit: int | None
     schema = KeySchema.kvprism(
         projection, model="trace", hash_algorithm="simulated", hash_is_stable=True
     )
-    memory = sim.SimMemory(projection, guard_bytes=0)
+    try:
+        memory = sim.SimMemory(projection, guard_bytes=0)
+    except MemoryError:
+        block = max(group.object_bytes for group in projection.groups())
+        raise ConfigError(
+            f"num_blocks = {config.num_blocks}: expected a pool that fits in memory, this one"
+            f" takes {config.num_blocks * block:,} bytes or more"
+        ) from None
     engine = sim.Engine(
         StoreScheduler(schema, store),
         StoreWorker(schema, memory.segment_map(), store),
@@ -165,7 +172,10 @@ def replay(path: str, config: CacheConfig, store: ObjectStore, limit: int | None
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
     return value

@@ -6,6 +6,7 @@ Every hash id stands for 512 tokens and, with those before it, for the whole pre
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from ._core import ConfigError, NotFoundError
 TOKENS_PER_HASH = 512
 # Hash id and position share one 64-bit number.
 MAX_HASH_ID = 2**54
+# A line is held in memory.
+MAX_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,19 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequ
         ConfigError: It cannot be read, or a line is malformed; names file, line, key and value.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             count = 0
-            for number, text in enumerate(file, 1):
-                if limit is not None and count >= limit:
+            number = 0
+            while limit is None or count < limit:
+                raw = file.readline(MAX_LINE_BYTES + 1)
+                if not raw:
                     return
+                number += 1
+                if len(raw) > MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"{path}:{number}: expected lines of at most {MAX_LINE_BYTES >> 20} MiB"
+                    )
+                text = raw.decode("utf-8")
                 if text.isspace():
                     continue
                 yield _parse(path, number, text)
@@ -93,12 +104,25 @@ def _parse(path: str | Path, number: int, text: str) -> TraceRequest:
     def whole(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                refuse(key, "given twice", "one value")
+            found[key] = value
+        return found
+
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=once)
+    except ConfigError:
+        raise
     except json.JSONDecodeError as error:
         refuse("", text.strip(), f"a JSON object ({error.msg} at column {error.colno})")
     except RecursionError:
         refuse("", text.strip(), "a JSON object (nested too deeply)")
+    except ValueError:
+        # Python refuses to read numbers of thousands of digits.
+        refuse("", text.strip(), "numbers of a sensible length")
     if not isinstance(record, dict):
         refuse("", text.strip(), "a JSON object")
     for key in ("timestamp", "input_length", "hash_ids"):
@@ -107,7 +131,7 @@ def _parse(path: str | Path, number: int, text: str) -> TraceRequest:
 
     timestamp, length, hash_ids = record["timestamp"], record["input_length"], record["hash_ids"]
     is_time = whole(timestamp) or isinstance(timestamp, float)
-    if not is_time or not timestamp >= 0:
+    if not is_time or not 0 <= timestamp < math.inf:
         refuse("timestamp", timestamp, "a number of milliseconds, 0 or more")
     if not whole(length) or not 1 <= length < 2**31:
         refuse("input_length", length, "a number of tokens, 1 or more")

@@ -199,6 +199,13 @@ GOOD = {"timestamp": 0, "input_length": 600, "hash_ids": [1, 2]}
         ({**GOOD, "input_length": 10**12}, "input_length = 1000000000000: expected a number"),
         ({**GOOD, "timestamp": None}, "timestamp = null: expected a number of milliseconds"),
         ({**GOOD, "timestamp": -1}, "timestamp = -1: expected a number of milliseconds"),
+        (json.dumps({**GOOD, "timestamp": 1e400}), "timestamp = Infinity: expected a number"),
+        (json.dumps({**GOOD, "timestamp": float("nan")}), "timestamp = NaN: expected a number"),
+        (json.dumps(GOOD)[:-1] + ', "timestamp": 1}', "timestamp = given twice: expected one"),
+        (
+            json.dumps(GOOD)[:-1] + f', "extra": {"9" * 5000}}}',
+            "expected numbers of a sensible length",
+        ),
         ({**GOOD, "hash_ids": 7}, "hash_ids = 7: expected a list of hash ids"),
         ({**GOOD, "hash_ids": [1, -2]}, "hash_ids[1] = -2: expected an integer from 0 to 2**54"),
         ({**GOOD, "hash_ids": [1, "2"]}, "hash_ids[1] = 2: expected an integer"),
@@ -242,6 +249,24 @@ def test_files_that_are_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[
     for limit in ("0", "-1", "x"):
         with pytest.raises(SystemExit):
             main(["replay", str(empty), "--limit", limit])
+        assert f"{limit}: expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_line_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "/dev/zero"]) == 2
+    assert "/dev/zero:1: expected lines of at most 64 MiB" in capsys.readouterr().err
+
+
+def test_a_pool_that_does_not_fit_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvprism.sim.SimMemory", no_memory)
+    trace = write_trace(tmp_path / "trace.jsonl", [(512, [1])])
+    assert main(["replay", str(trace)]) == 2
+    assert "num_blocks = 3: expected a pool that fits in memory" in capsys.readouterr().err
 
 
 def test_the_reader_holds_one_line_at_a_time(tmp_path: Path) -> None:

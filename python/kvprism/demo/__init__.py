@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _child(name: str, master: str, histories: engine.History | None) -> dict[str, Any]:
+    from ..local_mooncake import die_with_parent
+
     task = {"variant": name, "master": master, "histories": histories}
     done = subprocess.run(
         [sys.executable, "-m", f"{__name__}.engine"],
@@ -37,6 +39,7 @@ def _child(name: str, master: str, histories: engine.History | None) -> dict[str
         text=True,
         timeout=_CHILD_SECONDS,
         check=False,
+        preexec_fn=die_with_parent(),
     )
     if done.returncode != 0:
         sys.stderr.write(done.stderr)
