@@ -34,6 +34,8 @@ bool ends_elsewhere() noexcept {
 void leave() {
   exiting_thread = std::this_thread::get_id();
   exiting = true;
+  // What these threads hold is never freed; a warning of leaks would tell nobody anything.
+  if (inside > 0) nb::set_leak_warnings(false);
   PyThreadState* const state = PyEval_SaveThread();
   const auto until = std::chrono::steady_clock::now() + kLongestFarewell;
   while (inside > 0 && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kLook);
@@ -56,7 +58,8 @@ GilFree::GilFree(WhenExiting choice) {
     if (choice == WhenExiting::kKeepGil) return;
     fail(ErrorCode::kClosed, "interpreter", {"state", "exiting", "a running interpreter", {}});
   }
-  // With the GIL, as leave() sets `exiting`: either it waits for this scope, or this one is refused.
+  // With the GIL, as leave() sets `exiting`: either it waits for this scope, or this one is
+  // refused.
   counted_ = !exiting;
   if (counted_) ++inside;
   state_ = PyEval_SaveThread();

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import kvprism
+import numpy as np
 import pytest
 from configs import attention, config, mamba, ring
 
@@ -240,3 +242,56 @@ def test_every_error_has_a_built_in_base(error: type[kvprism.Error], builtin: ty
     assert issubclass(error, builtin)
     made = error("text")
     assert (str(made), made.code, made.problems) == ("text", "", [])
+
+
+def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
+    for name in (tmp_path / os.fsdecode(b"a\xff"), os.fsencode(tmp_path) + b"/a\xff"):
+        with pytest.raises(kvprism.NotFoundError, match="a file that can be read"):
+            kvprism.CacheConfig.from_file(name)  # type: ignore[arg-type]
+    path = tmp_path / os.fsdecode(b"b\xff")
+    path.write_text(json.dumps(config()))
+    assert kvprism.CacheConfig.from_file(path) == kvprism.CacheConfig.from_dict(config())
+    with pytest.raises(kvprism.ConfigError, match="a name without NUL bytes"):
+        kvprism.CacheConfig.from_file(f"{path}\0")
+
+
+def test_a_nul_byte_does_not_end_the_text() -> None:
+    with pytest.raises(kvprism.ConfigError, match="a NUL byte: expected JSON text"):
+        kvprism.CacheConfig.from_json(json.dumps(config()) + "\0")
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (np.int64(3), "groups[1].extra"),
+        (b"x", "groups[1].extra"),
+        (float("nan"), "groups[1].extra"),
+        ({b"x": 1}, "groups[1].extra"),
+        ([1, {2}], "groups[1].extra[1]"),
+        (nested(100_000), "groups[1].extra[0]"),
+        (10**5000, "top level"),
+    ],
+    ids=["int64", "bytes", "nan", "key", "set", "deep", "digits"],
+)
+def test_a_dict_that_is_no_json_names_the_key(value: Any, path: str) -> None:
+    given = config()
+    given["groups"][1]["extra"] = value
+    with pytest.raises(kvprism.ConfigError) as raised:
+        kvprism.CacheConfig.from_dict(given)
+    (problem,) = raised.value.problems
+    assert problem.path.startswith(path)
+    assert len(problem.value) <= 60
+
+
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    given = config()
+    given["groups"].append(given)
+    with pytest.raises(kvprism.ConfigError, match="levels"):
+        kvprism.CacheConfig.from_dict(given)

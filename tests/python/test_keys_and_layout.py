@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import mmap
 import weakref
+from multiprocessing import shared_memory
 from typing import Any
 
 import kvprism
 import numpy as np
 import pytest
+import store_helpers
 from configs import attention, config, mamba, ring
 from kvprism import (
     CacheTensor,
@@ -156,3 +159,53 @@ def test_projections_outlive_what_they_were_made_of() -> None:
     gc.collect()
     assert schema.projection.num_groups == 3
     assert schema.projection is schema.projection
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "mmap", "shared_memory"])
+def test_memory_cannot_go_while_it_is_used(kind: str) -> None:
+    groups = store_helpers.projection()
+    mapped: Any
+    if kind == "bytearray":
+        mapped = memory = bytearray(4096)
+        end = lambda: memory.extend(b"more")  # noqa: E731
+    elif kind == "mmap":
+        mapped = mmap.mmap(-1, 4096)
+        end = mapped.close
+    else:
+        mapped = shared_memory.SharedMemory(create=True, size=4096)
+        mapped.unlink()
+        end = mapped.close
+    held: Any = CacheTensor(
+        mapped.buf if kind == "shared_memory" else mapped,
+        layers=list(store_helpers.LAYERS),
+        layer_stride=2048,
+        block_stride=128,
+    )
+    with pytest.raises(BufferError):
+        end()
+    held = SegmentMap(groups, [held])
+    with pytest.raises(BufferError):
+        end()
+    held = kvprism.StoreWorker(store_helpers.schema(groups), held, kvprism.memory_store())
+    gc.collect()
+    with pytest.raises(BufferError):
+        end()
+    held.close()
+    del held
+    gc.collect()
+    end()
+
+
+def test_a_long_value_is_cut_in_messages() -> None:
+    with pytest.raises(kvprism.ArgumentError) as raised:
+        CacheTensor(b"x" * 100_000, layers=["a"], block_stride=16)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize("width", [0, 5, 15, 65, 100])
+def test_hashes_of_a_scheduler_have_a_sensible_width(width: int) -> None:
+    names = store_helpers.schema(store_helpers.projection())
+    store = kvprism.memory_store()
+    with pytest.raises(kvprism.ArgumentError, match="hash_width"):
+        kvprism.StoreScheduler(names, store, hash_width=width)
+    kvprism.StoreScheduler(names, store, hash_width=16)
