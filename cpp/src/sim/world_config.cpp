@@ -147,7 +147,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   scheduler.quarantine_after = milliseconds(static_cast<std::int64_t>(random.between(5, 100)));
   scheduler.detach_quarantined_loads = random.chance(1, 2);
   scheduler.saved_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(1, 400)));
-  scheduler.full_backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
+  scheduler.backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
 
   StoreWorkerOptions& worker = config.worker;
   worker.max_segments_per_call = static_cast<std::uint32_t>(random.between(1, 24));
