@@ -13,30 +13,31 @@
 namespace kvprism::sim {
 
 std::string_view to_string(WorldFault kind) noexcept {
-  static constexpr std::array<std::string_view, kNumWorldFaults> kNames{"abort",
-                                                                        "abort while loading",
-                                                                        "preemption",
-                                                                        "report delayed",
-                                                                        "report duplicated",
-                                                                        "report garbage",
-                                                                        "report foreign",
-                                                                        "plan foreign",
-                                                                        "null offer",
-                                                                        "tokens shrunk",
-                                                                        "unknown request",
-                                                                        "late token",
-                                                                        "evicted",
-                                                                        "erased",
-                                                                        "unfinished",
-                                                                        "pool full",
-                                                                        "time jump",
-                                                                        "restart",
-                                                                        "quarantine",
-                                                                        "detached load",
-                                                                        "partial load",
-                                                                        "id reused"};
+  static constexpr std::string_view kNames[kNumWorldFaults] = {"abort",
+                                                               "abort while loading",
+                                                               "preemption",
+                                                               "report delayed",
+                                                               "report duplicated",
+                                                               "report garbage",
+                                                               "report foreign",
+                                                               "plan foreign",
+                                                               "plan repeated",
+                                                               "null offer",
+                                                               "tokens shrunk",
+                                                               "unknown request",
+                                                               "late token",
+                                                               "evicted",
+                                                               "erased",
+                                                               "unfinished",
+                                                               "pool full",
+                                                               "time jump",
+                                                               "restart",
+                                                               "quarantine",
+                                                               "detached load",
+                                                               "partial load",
+                                                               "id reused"};
   const auto at = static_cast<std::size_t>(kind);
-  return at < kNames.size() ? kNames[at] : "unknown";
+  return at < kNumWorldFaults ? kNames[at] : "unknown";
 }
 
 void WorldTotals::add(const WorldTotals& other) noexcept {
@@ -459,34 +460,49 @@ class WorldRun {
     }
   }
 
-  // A plan of another configuration or scheduler must be refused, and its jobs told as failed.
+  // A plan that is not the next one of this worker's scheduler must be refused, whatever is wrong.
   void foreign_plan() {
     trace("a foreign plan");
     count(WorldFault::kPlanForeign);
+    const std::uint32_t chunk_tokens = projection_->group(StoreIndex{0}).tokens_per_block;
     StepPlan plan;
     plan.digest = projection_->digest();
     plan.epoch = life_.epoch;
+    plan.step = UINT64_MAX;
     plan.hash_width = sizeof(BlockHash);
     plan.jobs.push_back({JobId{(std::uint64_t{1} << 60) + random_.below(1000)}, RequestId{1},
                          JobKind::kLoad, 0, 1, 0, seconds(1)});
-    plan.runs.push_back({StoreIndex{0}, 0, 1, 0, 0, 1});
+    plan.runs.push_back({StoreIndex{0}, 0, 1, 0, 0, chunk_tokens});
     plan.ids.push_back(BlockId{1});
-    plan.mark_tokens.push_back(step_tokens_);
+    plan.mark_tokens.push_back(chunk_tokens);
     plan.mark_hashes.assign(sizeof(BlockHash), 7);
-    const std::uint64_t wrong = random_.below(life_.engine->stats().jobs_saved > 0 ? 4 : 3);
+    static constexpr std::array<const char*, 7> kWhat{
+        "another digest", "an unknown block",      "the null block", "an unknown group",
+        "a shifted mark", "a partly filled chunk", "another epoch"};
+    // The epoch is known only once a first plan has come.
+    const std::uint64_t wrong = random_.below(life_.judge->jobs() > 0 ? kWhat.size() : 6);
     if (wrong == 0) plan.digest.bytes[random_.below(plan.digest.bytes.size())] ^= 1;
     if (wrong == 1) plan.ids[0] = BlockId{static_cast<std::int32_t>(projection_->num_blocks())};
-    if (wrong == 2)
-      plan.runs[0].group = StoreIndex{static_cast<std::uint32_t>(projection_->num_store_groups())};
-    if (wrong == 3) plan.epoch ^= 2;  // known only once a first plan has come
-    const SubmitResult answer =
-        life_.workers[random_.below(life_.workers.size())]->submit(plan.view(), ReadyToken::host());
+    if (wrong == 2) plan.ids[0] = kNullBlock;
+    if (wrong == 3) {
+      const auto groups = static_cast<std::uint32_t>(projection_->num_store_groups());
+      plan.runs[0].group = StoreIndex{groups};
+    }
+    if (wrong == 4) plan.mark_tokens[0] += chunk_tokens;
+    if (wrong == 5) --plan.runs[0].valid_tokens_last;
+    if (wrong == 6) plan.epoch ^= 2;
+    StoreWorker& worker = *life_.workers[random_.below(life_.workers.size())];
+    const SubmitResult answer = worker.submit(plan.view(), ReadyToken::host());
     if (answer.accepted) {
-      static constexpr std::array<const char*, 4> kWhat{"digest", "block id", "store group",
-                                                        "epoch"};
-      fail("foreign plan", std::string("a worker takes a plan with another ") + kWhat[wrong]);
+      fail("foreign plan", std::string("a worker takes a plan with ") + kWhat[wrong]);
     } else if (answer.refusal.empty()) {
       fail("foreign plan", "a worker refuses a plan without a reason");
+    }
+    const auto& last = life_.judge->last_plan();
+    if (last.empty()) return;
+    count(WorldFault::kPlanRepeated);
+    if (worker.submit(last, ReadyToken::host()).accepted) {
+      fail("foreign plan", "a worker takes a plan twice");
     }
   }
 

@@ -218,6 +218,7 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
 }
 
 void JobJudge::planned(const StepPlan& plan) {
+  if (!plan.empty()) encode(plan.view(), last_plan_);
   for (const JobRecord& record : plan.jobs) {
     Job job;
     job.request = record.request;

@@ -92,6 +92,8 @@ class JobJudge final : public EngineObserver {
   // The request of this id has ended; a later one of the same id is another one.
   void forget(RequestId request);
   bool loading(RequestId request) const;
+  // The latest plan with a job, encoded.
+  const std::vector<std::byte>& last_plan() const noexcept { return last_plan_; }
   std::uint64_t jobs() const noexcept { return jobs_.size(); }
   std::uint64_t loads() const noexcept { return num_loads_; }
 
@@ -151,6 +153,7 @@ class JobJudge final : public EngineObserver {
   Instant now_{};
   std::string broken_;
   std::string invariant_;
+  std::vector<std::byte> last_plan_;
   std::vector<WorkerReport>* channel_ = nullptr;
   std::vector<std::string>* trace_ = nullptr;
 

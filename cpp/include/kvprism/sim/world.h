@@ -21,7 +21,8 @@ enum class WorldFault : std::uint8_t {
   kReportDuplicated,
   kReportGarbage,
   kReportForeign,   // of an earlier engine
-  kPlanForeign,     // of another digest or epoch
+  kPlanForeign,     // of another digest, epoch, group, ...
+  kPlanRepeated,    // one that was taken before
   kNullOffer,       // a state offered in the null block
   kShrunk,          // accepted tokens went back for a moment
   kUnknownRequest,  // calls for requests that do not exist
@@ -37,7 +38,7 @@ enum class WorldFault : std::uint8_t {
   kPartialLoad,
   kIdReused,  // a request with the id of an earlier one
 };
-inline constexpr std::size_t kNumWorldFaults = 22;
+inline constexpr std::size_t kNumWorldFaults = 23;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
