@@ -845,7 +845,7 @@ TEST_F(SchedulerTest, ForeignAndMalformedReportsAreCounted) {
   encode(report, bytes);
   scheduler->report(std::span<const std::byte>(bytes), now);
   EXPECT_EQ(scheduler->counters().reports_foreign, 1u);
-  bytes.resize(bytes.size() - 1);
+  bytes.pop_back();
   scheduler->report(std::span<const std::byte>(bytes), now);
   EXPECT_EQ(scheduler->counters().reports_malformed, 1u);
   report.epoch = kEpoch;
