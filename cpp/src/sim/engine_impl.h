@@ -162,6 +162,7 @@ struct Engine::Impl {
   void connect(Instant now);
   void tell_hashes(Sequence& sequence);
   void count_plan(const StepPlan& plan);
+  void check_destinations(const StepPlan& plan);
 
   // Execution and loads (engine_execute.cpp).
   void execute(const Scheduled& work);

@@ -279,6 +279,7 @@ void Engine::Impl::connect(Instant now) {
   const StepPlan& plan = scheduler->end_step(now);
   observer->planned(plan);
   count_plan(plan);
+  check_destinations(plan);
   const bool nothing = plan.empty();
   if (!nothing) encode(plan.view(), plan_bytes);
   settle();
@@ -286,6 +287,29 @@ void Engine::Impl::connect(Instant now) {
   for (const EngineRank& rank : ranks) {
     const SubmitResult result = rank.worker->submit(plan_bytes, ReadyToken::source(fence));
     if (!result.accepted) fail("a worker refuses a plan: " + result.refusal);
+  }
+}
+
+// A load writes exactly the blocks that were taken for it.
+void Engine::Impl::check_destinations(const StepPlan& plan) {
+  for (const JobRecord& job : plan.jobs) {
+    const auto load = loads.find(raw(job.id));
+    if (job.kind != JobKind::kLoad || load == loads.end()) continue;
+    std::size_t matched = 0;
+    std::size_t planned = 0;
+    for (std::uint32_t r = job.first_run; r < job.first_run + job.num_runs; ++r) {
+      const RunRecord& run = plan.runs[r];
+      planned += run.count;
+      for (const Destination& destination : load->second.destinations) {
+        const std::uint32_t at = destination.chunk - run.first_chunk;
+        if (destination.group != projection->group_id(run.group) || at >= run.count) continue;
+        if (plan.ids[run.first_id + at] == destination.block) ++matched;
+      }
+    }
+    if (matched == load->second.destinations.size() && matched == planned) continue;
+    fail("load job " + std::to_string(raw(job.id)) + " has " + std::to_string(planned) +
+         " destinations, of which " + std::to_string(matched) + " are among the " +
+         std::to_string(load->second.destinations.size()) + " taken for it");
   }
 }
 

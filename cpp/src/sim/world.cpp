@@ -313,13 +313,16 @@ class WorldRun {
     if (life_.engine->step_in_flight()) count(WorldFault::kLateToken);
     life_.engine->pump(now_);
     for (WorkerReport& report : channel_) {
-      const Instant due = now_ + Duration{static_cast<std::int64_t>(random_.below(8'000'000))};
-      if (random_.chance(1, 10)) {
+      const auto within = [&](std::uint64_t ms) {
+        return now_ + Duration{static_cast<std::int64_t>(random_.below(ms * 1'000'000))};
+      };
+      const Instant due = within(random_.chance(1, 4) ? 40 : 8);
+      queue_.push_back({report, due});
+      if (random_.chance(1, 8)) {
+        // At once, or when it is long forgotten.
         count(WorldFault::kReportDuplicated);
-        queue_.push_back(
-            {report, now_ + milliseconds(static_cast<std::int64_t>(random_.below(60)))});
+        queue_.push_back({std::move(report), random_.chance(1, 2) ? due : within(60)});
       }
-      queue_.push_back({std::move(report), due});
     }
     channel_.clear();
   }
@@ -345,25 +348,29 @@ class WorldRun {
     if (!bytes_.empty()) life_.engine->deliver(bytes_, now_);
   }
 
+  bool leaving(RequestId request) const {
+    return std::find(leaving_.begin(), leaving_.end(), request) != leaving_.end();
+  }
+
   void submit_event() {
     if (life_.engine->unfinished() >= config_.max_requests) {
       step_event();
       return;
     }
-    Request request;
+    RequestId id{next_request_++};
     if (!past_.empty() && random_.chance(1, 3)) {
-      request.id = past_[random_.below(past_.size())];
-      const auto among = [&](const std::vector<RequestId>& ids) {
-        return std::find(ids.begin(), ids.end(), request.id) != ids.end();
-      };
-      if (among(live_) || among(leaving_)) {
-        request.id = RequestId{next_request_++};
-      } else {
+      const RequestId past = past_[random_.below(past_.size())];
+      if (!leaving(past) && std::find(live_.begin(), live_.end(), past) == live_.end()) {
         count(WorldFault::kIdReused);
+        id = past;
       }
-    } else {
-      request.id = RequestId{next_request_++};
     }
+    submit(id);
+  }
+
+  void submit(RequestId id) {
+    Request request;
+    request.id = id;
     const auto& base = !turns_.empty() && random_.chance(1, 3)
                            ? turns_[random_.below(turns_.size())]
                            : families_[random_.below(families_.size())];
@@ -371,8 +378,9 @@ class WorldRun {
     const std::size_t kept = random_.chance(1, 2) ? longest : random_.below(longest + 1);
     request.prompt.assign(base.begin(), base.begin() + static_cast<std::ptrdiff_t>(kept));
     const std::uint64_t more = random_.below(1 + config_.max_prompt - kept);
-    for (std::uint64_t i = 0; i < std::min<std::uint64_t>(more, 24); ++i)
+    for (std::uint64_t i = 0; i < std::min<std::uint64_t>(more, 24); ++i) {
       request.prompt.push_back(token());
+    }
     if (request.prompt.empty()) request.prompt.push_back(token());
     request.max_new_tokens = static_cast<std::uint32_t>(random_.between(1, config_.max_new_tokens));
     trace("submit request " + std::to_string(raw(request.id)) + " of " +
@@ -384,13 +392,23 @@ class WorldRun {
 
   void abort_event() {
     if (live_.empty()) return;
-    const RequestId request = live_[random_.below(live_.size())];
+    RequestId request = live_[random_.below(live_.size())];
+    const auto loading = std::find_if(live_.begin(), live_.end(),
+                                      [&](RequestId live) { return life_.judge->loading(live); });
+    if (loading != live_.end() && random_.chance(1, 2)) request = *loading;
     trace("abort request " + std::to_string(raw(request)));
     count(WorldFault::kAbort);
-    if (life_.judge->loading(request)) count(WorldFault::kAbortLoading);
+    const bool while_loading = life_.judge->loading(request);
+    if (while_loading) count(WorldFault::kAbortLoading);
     std::erase(live_, request);
     leaving_.push_back(request);
     life_.engine->abort(request);
+    take_finished();
+    // Its load goes on, and ends for a request that is another one by then.
+    if (while_loading && !leaving(request) && random_.chance(1, 2)) {
+      count(WorldFault::kIdReused);
+      submit(request);
+    }
   }
 
   void object_event() {

@@ -100,7 +100,7 @@ CacheConfig cache_config(SeededRandom& random) {
   for (std::size_t i = 0; i < kinds.size(); ++i)
     config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
   config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
-  config.parallel.tp = random.chance(1, 4) ? 2 : 1;
+  config.parallel.tp = random.chance(1, 3) ? 2 : 1;
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
   return config;
 }
