@@ -355,6 +355,21 @@ TEST_F(WorkerTest, APlanRunsOnce) {
   EXPECT_EQ(worker->counters().plans_repeated, 2u);
 }
 
+TEST_F(WorkerTest, ADamagedCopyOfARunningPlanEndsNothing) {
+  const StepPlan plan = simple(JobKind::kLoad, 1);
+  worker->submit(plan.view(), ReadyToken::host());
+  worker->pump(now);
+  std::vector<std::byte> bytes;
+  encode(plan.view(), bytes);
+  bytes.resize(bytes.size() - 8);
+  EXPECT_FALSE(worker->submit(std::span<const std::byte>(bytes), ReadyToken::host()).accepted);
+  StepPlan foreign = plan;
+  foreign.digest.bytes[0] ^= 1;
+  EXPECT_FALSE(worker->submit(foreign.view(), ReadyToken::host()).accepted);
+  WorkerReport nothing;
+  EXPECT_FALSE(worker->poll(nothing)) << "its bytes still move";
+}
+
 TEST_F(WorkerTest, AShiftedMarkIsRefused) {
   StepPlan plan = simple(JobKind::kSave, 2);
   plan.mark_tokens[1] += 16;

@@ -138,6 +138,7 @@ struct StoreWorker::Impl {
   std::mutex submit_mutex;
   std::uint64_t bound_epoch = 0;  // 0: none yet
   std::uint64_t last_step = 0;    // of that epoch
+  std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
   bool closed = false;
   Pool<Job> idle_jobs;
   std::mutex outbox_mutex;
@@ -201,6 +202,8 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
 SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
                                        std::string why) {
   for (const JobId id : ids) {
+    // A damaged copy of an earlier plan: its job may be running, and must not be told as quiet.
+    if (epoch == bound_epoch && raw(id) <= last_job) continue;
     JobReport entry;
     entry.job = id;
     entry.outcome = JobOutcome::kFailed;
@@ -587,6 +590,7 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
     std::unique_ptr<Job> job = impl_->idle_jobs.take();
     impl_->copy_job(plan, record, *job);
     job->ready = ready;
+    impl_->last_job = std::max(impl_->last_job, raw(record.id));
     impl_->inbox.try_push(std::move(job));
   }
   impl_->count([&](StoreWorkerCounters& c) {
