@@ -1,0 +1,216 @@
+// What the parts of the store scheduler share: its records and its state. One part a file:
+// scheduler_lookup, scheduler_load, scheduler_save; store_scheduler.cpp has the rest.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kvprism/hit/hit_search.h"
+#include "kvprism/store/store_scheduler.h"
+#include "store/lookup_desk.h"
+#include "store/plan_builder.h"
+#include "store/saved_prefixes.h"
+
+namespace kvprism {
+namespace detail {
+
+enum class LookupState : std::uint8_t { kNone, kQueued, kInFlight, kDone };
+
+struct Lookup {
+  LookupState state = LookupState::kNone;
+  std::uint64_t serial = 0;
+  std::uint32_t asked_local = 0;   // where the question starts
+  std::uint32_t engine_local = 0;  // what the engine said last; at least asked_local
+  std::uint32_t max = 0;
+  std::uint32_t hit = 0;
+  Instant at;  // of the question, then of the answer
+};
+
+struct Request {
+  std::uint64_t generation = 0;  // tells two requests of one id apart
+  std::vector<std::uint8_t> hashes;
+  std::vector<std::uint64_t> handed_off;  // states whose save is planned: sorted state_mark()s
+  std::uint32_t accepted = 0;             // tokens
+  std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
+  std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
+  bool bypass = false;            // a load failed: compute instead of asking again (R41)
+  bool loading = false;
+  Lookup lookup;
+};
+
+// A load that the engine waits for.
+struct Load {
+  RequestId request{};
+  std::uint64_t generation = 0;
+  std::uint32_t local = 0;
+  std::uint32_t hit = 0;
+  bool reported = false;
+  std::vector<RunRecord> runs;  // first_id counts from the load's own ids
+  std::vector<BlockId> ids;
+};
+
+struct Save {
+  RequestId request{};
+  std::uint64_t generation = 0;
+  TokenRange range;  // empty for hand-offs
+  // Of the prefixes that end in the range, one each S tokens; none when a chunk had no source. Of
+  // hand-offs: the state marks.
+  std::vector<std::uint64_t> tags;
+};
+
+// A state that the engine handed off, until the step's plan is made.
+struct Offer {
+  RequestId request{};
+  std::uint64_t generation = 0;
+  StoreIndex group{};
+  BlockId block{};
+  std::uint32_t tokens = 0;
+  std::size_t hash_at = 0;  // into offer_hashes
+};
+
+// One state of a request: its group and the tokens that it sums up.
+constexpr std::uint64_t state_mark(StoreIndex group, std::uint32_t tokens) noexcept {
+  return std::uint64_t{raw(group)} << 32 | tokens;
+}
+
+// A worker's own bound comes first, so that its report, which names the chunks, is the one that
+// counts.
+inline Instant ledger_deadline(Instant now, Duration timeout) {
+  return now + timeout + Duration{timeout.ns / 4};
+}
+
+}  // namespace detail
+
+struct StoreScheduler::Impl {
+  using Request = detail::Request;
+  using Load = detail::Load;
+  using Save = detail::Save;
+
+  Impl(std::shared_ptr<const KeySchema> key_schema, std::shared_ptr<ObjectIndex> index,
+       const StoreSchedulerOptions& wanted)
+      : schema(std::move(key_schema)),
+        options(wanted),
+        groups(hit_groups(schema->projection())),
+        step_tokens(schema->projection().scheduler_block_size()),
+        hash_tokens(schema->projection().hash_block_size()),
+        desk(schema, std::move(index)),
+        ledger({wanted.ranks, wanted.quarantine_after}),
+        builder(plan),
+        saved_prefixes(wanted.saved_fresh_for) {
+    for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
+      save_rules.push_back(schema->projection().group(group).traits.save);
+    }
+  }
+
+  std::shared_ptr<const KeySchema> schema;
+  StoreSchedulerOptions options;
+  std::vector<HitGroup> groups;
+  std::vector<SaveRule> save_rules;
+  std::uint32_t step_tokens;  // S
+  std::uint32_t hash_tokens;  // h
+  std::uint32_t hash_width = 0;
+  detail::LookupDesk desk;
+  JobLedger ledger;
+  StepPlan plan;
+  detail::PlanBuilder builder;
+  detail::SavedPrefixes saved_prefixes;
+  bool plan_taken = false;
+  std::uint64_t step = 0;
+  std::uint64_t next_serial = 1;
+  std::uint64_t next_generation = 1;
+
+  std::unordered_map<std::uint64_t, Request> requests;
+  std::unordered_map<std::uint64_t, Load> loads;  // by job
+  std::unordered_map<std::uint64_t, Save> saves;
+  std::vector<RequestId> queued;  // requests with a question for this step
+  std::vector<detail::Offer> offers;
+  std::vector<std::uint8_t> offer_hashes;
+  std::vector<BlockId> acquired;
+  std::vector<BlockId> released;
+  std::vector<LoadEnd> load_ends;
+
+  std::uint32_t refused_saves = 0;  // in a row
+  Instant backoff_until{INT64_MIN};
+  StoreSchedulerCounters counters;
+
+  // Reused between calls.
+  std::vector<detail::Question> questions;
+  std::vector<detail::Answer> answers;
+  std::vector<ChunkRange> ranges;
+  JobEvent event;
+  WorkerReport incoming;
+  Presence loaded;
+  std::vector<bool> unit_failed;
+
+  const Projection& projection() const { return schema->projection(); }
+
+  Request* find(RequestId id) {
+    const auto it = requests.find(raw(id));
+    return it == requests.end() ? nullptr : &it->second;
+  }
+  Request* find(RequestId id, std::uint64_t generation) {
+    Request* const request = find(id);
+    return request != nullptr && request->generation == generation ? request : nullptr;
+  }
+  Request& remember(RequestId id) {
+    const auto [it, fresh] = requests.try_emplace(raw(id));
+    if (fresh) it->second.generation = next_generation++;
+    return it->second;
+  }
+
+  std::uint32_t aligned(std::uint32_t tokens) const { return tokens - tokens % step_tokens; }
+  std::uint32_t hash_count(const Request& request) const {
+    return hash_width == 0 ? 0 : static_cast<std::uint32_t>(request.hashes.size() / hash_width);
+  }
+  HashList hashes_of(const Request& request) const {
+    return {request.hashes.data(), hash_count(request), hash_width};
+  }
+  // Of the prefix that ends S tokens after `from`.
+  std::uint64_t tag_at(const Request& request, std::uint32_t from) const {
+    return detail::SavedPrefixes::tag_of(
+        hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
+  }
+
+  // Takes what is new in `hashes`. False when they cannot belong to the request: another width than
+  // the first that the engine used, or a gap behind those that are known.
+  bool take_hashes(Request& request, const HashList& hashes);
+
+  // The plan that the engine took last is cleared when the next one begins.
+  void begin_plan() {
+    if (plan_taken) {
+      plan.clear();
+      plan_taken = false;
+    }
+    plan.hash_width = hash_width;
+  }
+
+  bool usable_block(const BlockRows& rows, GroupId group, std::uint32_t chunk) const {
+    if (!rows.contains(group) || chunk >= rows[group].size()) return false;
+    const BlockId block = rows[group][chunk];
+    return raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < projection().num_blocks();
+  }
+
+  void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t max, Instant now);
+  void send_questions(Instant now);
+  void take_answers(Instant now);
+  void add_marks(const Request& request);
+  void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
+  std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
+  void plan_offers(Instant now);
+  void drop_offers();
+  static void forget_state(Request& request, StoreIndex group, std::uint32_t tokens) {
+    std::erase(request.handed_off, detail::state_mark(group, tokens));
+  }
+  Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
+                   bool references_held);
+  void settle(Instant now);
+  void remember_saved(const Save& save, const JobEvent& end, Instant now);
+  void end_save(const JobEvent& end, Instant now);
+  void end_load(JobId id, Load& load, const JobEvent& end, bool quiet);
+};
+
+}  // namespace kvprism

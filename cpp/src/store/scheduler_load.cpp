@@ -1,0 +1,150 @@
+// Loads: from an offered hit to the tokens that the engine may count on.
+#include "store/scheduler_impl.h"
+
+namespace kvprism {
+namespace {
+
+using detail::Lookup;
+using detail::LookupState;
+using detail::Request;
+
+// `failed` is sorted by group and chunk (JobEvent).
+bool is_failed(const std::vector<FailedChunk>& failed, StoreIndex group, std::uint32_t chunk) {
+  const auto at = std::lower_bound(
+      failed.begin(), failed.end(), std::pair(group, chunk),
+      [](const FailedChunk& f, const std::pair<StoreIndex, std::uint32_t>& wanted) {
+        return std::pair(f.group, f.chunk) < wanted;
+      });
+  return at != failed.end() && at->group == group && at->chunk == chunk;
+}
+
+}  // namespace
+
+void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const BlockRows& rows,
+                                     Instant now, JobId& job) {
+  const std::uint32_t local = request.lookup.engine_local;
+  const std::uint32_t hit = request.lookup.hit;
+  begin_plan();
+  builder.begin();
+  ranges.clear();
+  for (const HitGroup& group : groups) ranges.push_back(load_chunks(group, hit, local));
+  add_marks(request);
+  bool complete_rows = rows.size() == projection().num_groups();
+  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
+    const GroupId group = projection().group_id(index);
+    for (std::uint32_t chunk = ranges[raw(index)].first; chunk < ranges[raw(index)].end; ++chunk) {
+      if (complete_rows && usable_block(rows, group, chunk)) {
+        builder.add_chunk(index, chunk, groups[raw(index)].chunk_tokens, rows[group][chunk]);
+      } else {
+        complete_rows = false;
+      }
+    }
+  }
+
+  Load load{id, request.generation, local, hit, false, {}, {}};
+  if (complete_rows) {
+    const auto blocks = builder.blocks();
+    job = ledger.start(JobKind::kLoad, id, blocks,
+                       detail::ledger_deadline(now, options.load_timeout));
+    acquired.insert(acquired.end(), blocks.begin(), blocks.end());
+    load.ids.assign(blocks.begin(), blocks.end());
+    load.runs.assign(builder.runs().begin(), builder.runs().end());
+    if (!load.runs.empty()) {
+      const std::uint32_t base = load.runs.front().first_id;
+      for (RunRecord& run : load.runs) run.first_id -= base;
+    }
+    builder.finish(job, id, JobKind::kLoad, options.load_timeout);
+  } else {
+    // The engine waits for this load, so it ends like any other: as failed, through the ledger.
+    builder.abandon();
+    job = ledger.start(JobKind::kLoad, id, {}, detail::ledger_deadline(now, options.load_timeout));
+    JobReport refused;
+    refused.job = job;
+    refused.outcome = JobOutcome::kFailed;
+    refused.quiet = 1;
+    for (std::uint32_t rank = 0; rank < options.ranks; ++rank)
+      ledger.notice(Rank{rank}, refused, {}, now);
+  }
+  loads.emplace(raw(job), std::move(load));
+  request.loading = true;
+  request.lookup.state = LookupState::kNone;
+  ++counters.loads;
+  counters.hit_tokens += hit - local;
+}
+
+void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet) {
+  LoadEnd result;
+  result.request = load.request;
+  result.job = id;
+  result.blocks_quiet = quiet;
+  if (end.whole) {
+    result.valid_tokens = load.local;
+  } else if (end.failed.empty()) {
+    result.valid_tokens = load.hit;
+  } else {
+    // A shorter hit may need chunks that this load never asked for: only what was fetched counts as
+    // present.
+    loaded.reset(groups.size());
+    for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
+      loaded.set_chunks(index, load.hit / groups[raw(index)].chunk_tokens);
+    }
+    for (const RunRecord& run : load.runs) {
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const std::uint32_t chunk = run.first_chunk + i;
+        if (!is_failed(end.failed, run.group, chunk)) loaded.mark(run.group, chunk);
+      }
+    }
+    result.valid_tokens = find_hit(groups, loaded, load.local, load.hit, step_tokens);
+  }
+  result.complete = !end.whole && end.failed.empty();
+
+  for (const RunRecord& run : load.runs) {
+    for (std::uint32_t i = 0; i < run.count && !result.complete; ++i) {
+      const std::uint32_t chunk = run.first_chunk + i;
+      if (!end.whole && !is_failed(end.failed, run.group, chunk)) continue;
+      result.failed.push_back(
+          {projection().group_id(run.group), chunk, load.ids[run.first_id + i]});
+    }
+  }
+  for (const FailedChunk& chunk : end.failed) {
+    const auto status = static_cast<ItemStatus>(chunk.status);
+    if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) ++counters.load_races;
+  }
+
+  counters.loaded_tokens += result.valid_tokens - load.local;
+  counters.loaded_objects += end.objects;
+  counters.loaded_bytes += end.bytes;
+  if (!result.complete) ++counters.loads_failed;
+  if (Request* const request = find(load.request, load.generation)) {
+    request->loading = false;
+    // What came from the store is in the store; what was local may not be.
+    if (load.local <= request->planned) {
+      request->planned = std::max(request->planned, result.valid_tokens);
+    }
+    if (!result.complete && !request->bypass) {
+      request->bypass = true;
+      ++counters.bypasses;
+    }
+  }
+  load.reported = true;
+  load_ends.push_back(std::move(result));
+}
+
+std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t external_tokens,
+                                               const BlockRows& rows, Instant now) {
+  Impl& s = *impl_;
+  Request* const request = s.find(id);
+  if (request == nullptr || request->loading) return std::nullopt;
+  Lookup& lookup = request->lookup;
+  const bool offered = lookup.state == LookupState::kDone && lookup.hit > lookup.engine_local &&
+                       lookup.hit - lookup.engine_local == external_tokens;
+  if (external_tokens == 0 || !offered) {
+    if (lookup.state != LookupState::kQueued) lookup.state = LookupState::kNone;
+    return std::nullopt;
+  }
+  JobId job{};
+  s.plan_load(id, *request, rows, now, job);
+  return job;
+}
+
+}  // namespace kvprism

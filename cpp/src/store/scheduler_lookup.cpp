@@ -1,0 +1,103 @@
+// Questions to the index: asked once a step, answered later, late is a miss (decision 9).
+#include "store/scheduler_impl.h"
+
+namespace kvprism {
+namespace {
+
+using detail::Lookup;
+using detail::LookupState;
+using detail::Request;
+
+constexpr std::uint32_t kLookupTokensPerCall =
+    1u << 20;  // of all questions of one call, but the first
+
+}  // namespace
+
+void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t local,
+                               std::uint32_t max, Instant now) {
+  Lookup& lookup = request.lookup;
+  if (lookup.state != LookupState::kQueued) queued.push_back(id);
+  lookup.state = LookupState::kQueued;
+  lookup.serial = next_serial++;
+  lookup.asked_local = local;
+  lookup.max = max;
+  lookup.hit = local;
+  lookup.at = now;
+}
+
+void StoreScheduler::Impl::take_answers(Instant now) {
+  desk.poll(now, answers);
+  for (const detail::Answer& answer : answers) {
+    Request* const request = find(answer.request);
+    if (answer.failed) ++counters.lookups_failed;
+    if (request == nullptr || request->lookup.serial != answer.serial) continue;
+    if (request->lookup.state != LookupState::kInFlight) continue;
+    request->lookup.state = LookupState::kDone;
+    request->lookup.hit = answer.hit;
+    request->lookup.at = now;
+  }
+  answers.clear();
+}
+
+// All of the step as one call.
+void StoreScheduler::Impl::send_questions(Instant now) {
+  questions.clear();
+  std::size_t taken = 0;
+  std::uint64_t tokens = 0;
+  for (; taken < queued.size(); ++taken) {
+    const RequestId id = queued[taken];
+    Request* const request = find(id);
+    if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
+    Lookup& lookup = request->lookup;
+    tokens += lookup.max - lookup.asked_local;
+    // The others ask in the next step: a call as large as all of them would be late for all.
+    if (tokens > kLookupTokensPerCall && !questions.empty()) break;
+    lookup.state = LookupState::kInFlight;
+    lookup.at = now;
+    questions.push_back({id, lookup.serial, lookup.asked_local, lookup.max, hashes_of(*request)});
+  }
+  queued.erase(queued.begin(), queued.begin() + static_cast<std::ptrdiff_t>(taken));
+  desk.ask(questions, now, now + options.lookup_timeout, answers);
+  take_answers(now);
+}
+
+LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
+                                    const HashList& hashes, std::uint32_t local_tokens,
+                                    Instant now) {
+  Impl& s = *impl_;
+  if (!s.options.loads) return {};
+  if (local_tokens % s.step_tokens != 0) {
+    // An answer beyond a rounded hit would be misread as one beyond the engine's.
+    ++s.counters.lookups_refused;
+    return {};
+  }
+  const std::uint32_t hashed = s.aligned(std::min(prompt_tokens, hashes.end() * s.hash_tokens));
+  const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
+  const std::uint32_t local = local_tokens;
+  // The engine's own cache covers all that may be used: no call (R79).
+  if (max <= local) return {};
+
+  Request& request = s.remember(id);
+  if (!s.take_hashes(request, hashes) || request.bypass || request.loading) return {};
+
+  s.take_answers(now);
+  Lookup& lookup = request.lookup;
+  const bool stale =
+      lookup.state == LookupState::kDone && now - lookup.at > s.options.lookup_fresh_for;
+  if (lookup.state == LookupState::kNone || stale || local < lookup.asked_local ||
+      max != lookup.max) {
+    if (lookup.state == LookupState::kNone) ++s.counters.lookups;
+    s.ask(id, request, local, max, now);
+  } else if (lookup.state == LookupState::kInFlight &&
+             now - lookup.at >= s.options.lookup_timeout) {
+    lookup.state = LookupState::kDone;  // late is a miss
+    lookup.hit = lookup.asked_local;
+    lookup.at = now;
+    ++s.counters.lookups_late;
+  }
+  lookup.engine_local = local;
+  if (lookup.state != LookupState::kDone) return {true, 0};
+  return {false, lookup.hit > local ? lookup.hit - local : 0};
+}
+
+}  // namespace kvprism

@@ -1,0 +1,238 @@
+// Saves: what is ready, from where its bytes come, what to do when the store refuses them.
+#include <iterator>
+
+#include "store/scheduler_impl.h"
+
+namespace kvprism {
+namespace {
+
+using detail::Offer;
+using detail::Request;
+using detail::Save;
+using detail::state_mark;
+
+}  // namespace
+
+// Adds the positional sources of `range` and returns up to where they are without a hole.
+std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const BlockRows& rows) {
+  std::uint32_t reached = range.to;
+  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
+    const HitGroup& group = groups[raw(index)];
+    const GroupId id = projection().group_id(index);
+    for (std::uint32_t chunk = ranges[raw(index)].first; chunk < ranges[raw(index)].end; ++chunk) {
+      if (usable_block(rows, id, chunk)) {
+        builder.add_chunk(index, chunk, group.chunk_tokens, rows[id][chunk]);
+        continue;
+      }
+      // A window's table loses its oldest blocks in place (R05); of a prefix every chunk is needed.
+      ++counters.sources_skipped;
+      if (group.rule == HitRule::kPrefix)
+        reached = std::min(reached, aligned(chunk * group.chunk_tokens));
+    }
+  }
+  return reached;
+}
+
+Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
+                                       const TokenRange& range, Instant now, bool references_held) {
+  const auto blocks = builder.blocks();
+  const JobId job =
+      ledger.start(JobKind::kSave, id, blocks, detail::ledger_deadline(now, options.save_timeout));
+  if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
+  builder.finish(job, id, JobKind::kSave, options.save_timeout);
+  ++counters.saves;
+  return saves.emplace(raw(job), Save{id, generation, range, {}}).first->second;
+}
+
+void StoreScheduler::Impl::plan_offers(Instant now) {
+  if (offers.empty()) return;
+  if (now < backoff_until) {
+    drop_offers();
+    return;
+  }
+  begin_plan();
+  // hash_at keeps the order in which the engine offered them.
+  std::sort(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) {
+    return std::pair(a.generation, a.hash_at) < std::pair(b.generation, b.hash_at);
+  });
+  for (std::size_t first = 0; first < offers.size();) {
+    std::size_t end = first;
+    builder.begin();
+    for (; end < offers.size() && offers[end].generation == offers[first].generation; ++end) {
+      const Offer& offer = offers[end];
+      builder.add_handed_off(offer.group, offer.tokens, groups[raw(offer.group)].chunk_tokens,
+                             offer.block,
+                             std::span(offer_hashes).subspan(offer.hash_at, hash_width));
+    }
+    Save& save = start_save(offers[first].request, offers[first].generation, {}, now, true);
+    for (std::size_t i = first; i < end; ++i) {
+      save.tags.push_back(state_mark(offers[i].group, offers[i].tokens));
+    }
+    first = end;
+  }
+  offers.clear();
+  offer_hashes.clear();
+}
+
+// A full pool takes no states either (R50).
+void StoreScheduler::Impl::drop_offers() {
+  counters.saves_dropped += offers.size();
+  for (const Offer& offer : offers) {
+    released.push_back(offer.block);
+    if (Request* const request = find(offer.request, offer.generation)) {
+      forget_state(*request, offer.group, offer.tokens);
+    }
+  }
+  offers.clear();
+  offer_hashes.clear();
+}
+
+// What every rank has stored whole needs no second save for a while.
+void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end, Instant now) {
+  if (end.whole || save.range.empty()) return;
+  unit_failed.assign(save.tags.size(), false);
+  for (const FailedChunk& chunk : end.failed) {
+    const std::uint32_t tokens = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
+    const std::size_t unit = (tokens - save.range.from) / step_tokens;
+    if (tokens >= save.range.from && unit < unit_failed.size()) unit_failed[unit] = true;
+  }
+  for (std::size_t unit = 0; unit < save.tags.size(); ++unit) {
+    if (!unit_failed[unit]) saved_prefixes.add(save.tags[unit], now);
+  }
+}
+
+void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
+  const auto it = saves.find(raw(end.job));
+  if (it == saves.end()) return;
+  const Save save = std::move(it->second);
+  saves.erase(it);
+  counters.saved_objects += end.objects;
+  counters.duplicate_objects += end.duplicates;
+  counters.saved_bytes += end.bytes;
+  counters.save_chunks_failed += end.failed.size();
+
+  const bool refused =
+      end.outcome == JobOutcome::kExpired ||
+      std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
+        const auto status = static_cast<ItemStatus>(chunk.status);
+        return status == ItemStatus::kNoSpace || status == ItemStatus::kUnavailable ||
+               status == ItemStatus::kTimedOut;
+      });
+  if (!refused) {
+    if (end.objects > 0) refused_saves = 0;
+  } else if (++refused_saves >= options.backoff_after) {
+    refused_saves = 0;
+    backoff_until = now + options.backoff;
+  }
+
+  remember_saved(save, end, now);
+  Request* const request = find(save.request, save.generation);
+  if (request == nullptr) return;
+  if (save.range.empty()) {
+    // A state that was not stored may be offered again.
+    for (std::size_t i = 0; i < save.tags.size() && end.whole; ++i) {
+      std::erase(request->handed_off, save.tags[i]);
+    }
+    for (const FailedChunk& chunk : end.failed) {
+      const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
+      forget_state(*request, chunk.group, tokens);
+    }
+    return;
+  }
+  // The watermark stops at the first hole: what lies behind one is of no use to a prefix (R50).
+  std::uint32_t hole = end.whole ? save.range.from : save.range.to;
+  for (const FailedChunk& chunk : end.failed) {
+    hole = std::min(hole, aligned(chunk.chunk * groups[raw(chunk.group)].chunk_tokens));
+  }
+  hole = std::max(hole, save.range.from);
+  if (hole < save.range.to && hole < request->planned) {
+    // Twice as far each time: a store that stays away must not be sent the whole context at each
+    // step.
+    request->retry_above =
+        std::max(request->retry_above, request->planned + (request->planned - hole));
+    request->planned = hole;
+  }
+}
+
+TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
+  Impl& s = *impl_;
+  Request* const request = s.find(id);
+  if (request == nullptr || !s.options.saves || now < s.backoff_until) return {};
+  const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
+  const std::uint32_t to = s.aligned(std::min(request->accepted, hashed));
+  if (to <= request->planned || to <= request->retry_above) return {};
+  while (request->planned < to &&
+         s.saved_prefixes.contains(s.tag_at(*request, request->planned), now)) {
+    request->planned += s.step_tokens;
+    ++s.counters.saves_known;
+  }
+  return {request->planned, to};
+}
+
+void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows,
+                          Instant now) {
+  Impl& s = *impl_;
+  TokenRange wanted = wants_save(id, now);
+  wanted.to = std::min(wanted.to, s.aligned(range.to));
+  if (wanted.empty()) return;
+  if (rows.size() != s.projection().num_groups()) {
+    // Rows of a projection would name other groups' blocks.
+    ++s.counters.tables_refused;
+    return;
+  }
+  Request& request = *s.find(id);
+  s.begin_plan();
+  s.builder.begin();
+  s.ranges.clear();
+  for (std::size_t g = 0; g < s.groups.size(); ++g) {
+    const std::uint32_t chunk_tokens = s.groups[g].chunk_tokens;
+    s.ranges.push_back(s.save_rules[g] == SaveRule::kPositional
+                           ? ChunkRange{wanted.from / chunk_tokens, wanted.to / chunk_tokens}
+                           : ChunkRange{});
+  }
+  s.add_marks(request);
+  const std::uint64_t skipped_before = s.counters.sources_skipped;
+  const std::uint32_t reached = s.add_sources(wanted, rows);
+  request.planned = reached;
+  if (reached < wanted.to) request.retry_above = wanted.to;
+  if (s.builder.runs().empty()) {
+    s.builder.abandon();
+    return;
+  }
+  Save& save = s.start_save(id, request.generation, wanted, now, false);
+  if (s.counters.sources_skipped != skipped_before) return;
+  save.tags.reserve((wanted.to - wanted.from) / s.step_tokens);
+  for (std::uint32_t from = wanted.from; from < wanted.to; from += s.step_tokens) {
+    save.tags.push_back(s.tag_at(request, from));
+  }
+}
+
+void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::uint32_t tokens) {
+  Impl& s = *impl_;
+  Request* const request = s.find(id);
+  const std::optional<StoreIndex> index = s.projection().store_index(group);
+  if (!s.options.saves || !index) return;
+  const std::uint32_t chunk_tokens = s.groups[raw(*index)].chunk_tokens;
+  const bool known =
+      request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;
+  const bool block_ok =
+      raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < s.projection().num_blocks();
+  // A state off the grid of S can end no hit.
+  if (!known || !block_ok || s.save_rules[raw(*index)] != SaveRule::kHandOff ||
+      tokens % s.step_tokens != 0 || tokens % chunk_tokens != 0) {
+    ++s.counters.offers_refused;
+    return;
+  }
+  // An engine offers a state again when it computes it again, e.g. after a preemption.
+  const std::uint64_t mark = state_mark(*index, tokens);
+  auto& handed_off = request->handed_off;
+  const auto place = std::lower_bound(handed_off.begin(), handed_off.end(), mark);
+  if (place != handed_off.end() && *place == mark) return;
+  handed_off.insert(place, mark);
+  const auto hash = s.hashes_of(*request)[tokens / s.hash_tokens - 1];
+  s.offers.push_back({id, request->generation, *index, block, tokens, s.offer_hashes.size()});
+  s.offer_hashes.insert(s.offer_hashes.end(), hash.begin(), hash.end());
+  s.acquired.push_back(block);
+}
+
+}  // namespace kvprism
