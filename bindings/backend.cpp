@@ -39,6 +39,7 @@ Counters to_counters(const BlockingStoreCounters& c) {
           {"queue_full", c.queue_full},
           {"circuit_open", c.circuit_open},
           {"expired", c.expired},
+          {"late_calls", c.late_calls},
           {"stuck_calls", c.stuck_calls},
           {"unquiet_calls", c.unquiet_calls},
           {"failed_attempts", c.failed_attempts},

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "kvprism/base/error.h"
+#include "kvprism/base/log.h"
 
 #if defined(__SANITIZE_THREAD__)
 constexpr bool kThreadSanitizer = true;
@@ -512,6 +513,103 @@ TEST(BlockingStore, OpenCircuitAnswersAtOnceAndCloses) {
   EXPECT_EQ(ends.status(3), ItemStatus::kMissing);
 }
 
+// The library's log lines while this lives.
+class LogLines {
+ public:
+  LogLines() { set_log_sink(&LogLines::take, this, LogLevel::kWarning); }
+  ~LogLines() { set_log_sink(nullptr, nullptr, LogLevel::kOff); }
+  LogLines(const LogLines&) = delete;
+  LogLines& operator=(const LogLines&) = delete;
+
+  std::vector<std::string> containing(std::string_view part) {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> found;
+    for (const std::string& line : lines_) {
+      if (line.find(part) != std::string::npos) found.push_back(line);
+    }
+    return found;
+  }
+
+ private:
+  static void take(void* context, LogLevel, std::string_view line) {
+    auto& self = *static_cast<LogLines*>(context);
+    const std::lock_guard lock(self.mutex_);
+    self.lines_.emplace_back(line);
+  }
+
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
+
+TEST(BlockingStore, LateCallHoldsUpOnlyItsKindAndNobodyWaitsBehindIt) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  std::atomic<int> asked = 0;
+  script->on_call = [gate, &asked](int, Call call, const ObjectBatch&, CallEnd&) {
+    if (call == Call::kExists && asked++ == 0) gate->pass();
+    return false;
+  };
+  BlockingStoreOptions options = quick();
+  options.stuck_after = kvprism::seconds(60);
+  LogLines lines;
+  BlockingStore store(factory_of(script), options);
+  Ends ends(store);
+  auto late = batch_of({"a"});
+  ASSERT_TRUE(store.start_exists(OpId{1}, late, kNow, kNow + kvprism::milliseconds(200)));
+  ASSERT_TRUE(gate->wait_for_visitor());
+  ASSERT_TRUE(start_exists(store, 2, batch_of({"b"})));  // waits behind it, for a minute if need be
+  ASSERT_TRUE(ends.wait_quiet(2));
+  EXPECT_EQ(ends.status(2), ItemStatus::kUnavailable);
+  EXPECT_FALSE(ends.has_outcome(1));
+  ASSERT_TRUE(start_exists(store, 3, batch_of({"c"})));
+  ends.drain();
+  ASSERT_TRUE(ends.is_quiet(3));
+  EXPECT_EQ(ends.status(3), ItemStatus::kUnavailable);
+  std::array<std::byte, 16> memory{};
+  ASSERT_TRUE(start_put(store, 4, batch_of({"a"}, memory.data(), 16)));
+  ASSERT_TRUE(ends.wait_quiet(4));
+  EXPECT_EQ(ends.status(4), ItemStatus::kOk);
+
+  gate->open();
+  ASSERT_TRUE(ends.wait_quiet(1));
+  EXPECT_EQ(ends.status(1), ItemStatus::kOk);
+  ASSERT_TRUE(start_exists(store, 5, batch_of({"d"})));
+  ASSERT_TRUE(ends.wait_quiet(5));
+  EXPECT_EQ(ends.status(5), ItemStatus::kMissing);
+  EXPECT_EQ(asked, 2);
+  EXPECT_EQ(store.counters().late_calls, 1u);
+  EXPECT_EQ(store.counters().circuit_open, 1u);
+  EXPECT_EQ(store.counters().replacements, 0u);
+  EXPECT_EQ(lines.containing("kvp-look is late").size(), 1u);
+  EXPECT_EQ(lines.containing("kvp-look return again").size(), 1u);
+}
+
+TEST(BlockingStore, NewClientMustAnswerBeforeItIsUsedAndEachChangeIsOneLine) {
+  const auto script = std::make_shared<Script>();
+  std::atomic<bool> answers = false;
+  script->on_call = [&answers](int client, Call call, const ObjectBatch&, CallEnd& end) {
+    if (client == 0) end.broken = true;
+    if (client > 0 && call == Call::kExists && !answers) return true;  // leaves kCancelled
+    return client == 0;
+  };
+  LogLines lines;
+  BlockingStore store(factory_of(script), quick());
+  Ends ends(store);
+  ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+  ASSERT_TRUE(ends.wait_quiet(1));
+  ASSERT_TRUE(eventually([&] { return script->made >= 5; }));
+  EXPECT_FALSE(store.counters().usable);
+  EXPECT_EQ(store.counters().replacements, 0u);
+  answers = true;
+  ASSERT_TRUE(eventually([&] { return store.counters().usable; }));
+  EXPECT_EQ(store.counters().replacements, 1u);
+  ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
+  ASSERT_TRUE(ends.wait_quiet(2));
+  EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
+  EXPECT_EQ(lines.containing("no store client").size(), 1u);
+  EXPECT_EQ(lines.containing("has a new client").size(), 1u);
+}
+
 TEST(BlockingStore, AttemptsCanBeBounded) {
   const auto script = std::make_shared<Script>();
   script->on_make = [](int attempt) {
@@ -535,9 +633,9 @@ TEST(BlockingStore, AttemptsCanBeBounded) {
 TEST(BlockingStore, RetiredClientsAreBounded) {
   const auto script = std::make_shared<Script>();
   const auto gate = std::make_shared<Gate>();
-  script->on_call = [](int, Call, const ObjectBatch&, CallEnd& end) {
-    end.quiet = false;
-    return true;
+  script->on_call = [](int, Call call, const ObjectBatch&, CallEnd& end) {
+    end.quiet = call != Call::kGet;
+    return !end.quiet;
   };
   script->on_tear_down = [gate](int) { gate->pass(); };
   BlockingStoreOptions options = quick();

@@ -1,656 +1,173 @@
 #include "kvprism/backend/blocking_store.h"
 
-#include <pthread.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <exception>
-#include <list>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "backend/blocking_core.h"
+#include "backend/native_thread.h"
 #include "kvprism/base/error.h"
-#include "kvprism/base/log.h"
-#include "region_table.h"
 
 namespace kvprism {
-namespace {
 
-using Clock = std::chrono::steady_clock;
-using TimePoint = Clock::time_point;
-using Lock = std::unique_lock<std::mutex>;
+using namespace detail;  // NOLINT(google-build-using-namespace)
 
-constexpr std::string_view kSubject = "store client";
-
-enum Kind : std::size_t { kPut = 0, kGet = 1, kLook = 2 };
-constexpr std::size_t kKinds = 3;
-enum Side : std::size_t { kStore = 0, kIndex = 1 };
-constexpr std::size_t kSides = 2;
-
-constexpr Side side_of(Kind kind) noexcept { return kind == kLook ? kIndex : kStore; }
-constexpr std::array<const char*, kKinds> kLaneNames = {"kvp-put", "kvp-get", "kvp-look"};
-
-std::chrono::nanoseconds to_chrono(Duration duration) noexcept {
-  return std::chrono::nanoseconds(duration.ns);
+void BlockingStore::Core::publish(Kind kind, Completion completion) {
+  completions[side_of(kind)].push_back(std::move(completion));
+  changed.notify_all();
+  if (wakeup.call != nullptr) wakeup.call(wakeup.context);
 }
 
-// Far deadlines of the caller's clock must not overflow ours.
-TimePoint after(TimePoint now, Duration duration) noexcept {
-  constexpr std::chrono::hours kFar{24 * 365};
-  return now + std::min<std::chrono::nanoseconds>(to_chrono(duration), kFar);
+void BlockingStore::Core::end_unstarted(Kind kind, OpId op, std::unique_ptr<ObjectBatch> batch,
+                                        ItemStatus status) {
+  Completion completion;
+  completion.op = op;
+  completion.outcome = true;
+  completion.quiet = true;
+  completion.items = all(*batch, status);
+  completion.batch = std::move(batch);
+  publish(kind, std::move(completion));
 }
 
-// Signals belong to the engine's threads; those that a thread causes itself stay deliverable.
-void set_up_thread(const char* name) noexcept {
-  pthread_setname_np(pthread_self(), name);
-  sigset_t blocked;
-  sigfillset(&blocked);
-  for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF}) {
-    sigdelset(&blocked, own);
+void BlockingStore::Core::end_queue(Kind kind, ItemStatus status) {
+  for (Request& request : queues[kind]) {
+    end_unstarted(kind, request.op, std::move(request.batch), status);
   }
-  pthread_sigmask(SIG_SETMASK, &blocked, nullptr);
+  queues[kind].clear();
 }
 
-std::string message_of(const std::exception_ptr& error) {
+void BlockingStore::Core::mark_unquiet(Kind kind, OpId op) {
+  unquiet[side_of(kind)].push_back(op);
+  ++counters.unquiet_now;
+}
+
+void BlockingStore::Core::abandon(Running& call, ItemStatus status) {
+  call.abandoned = true;
+  Completion completion;
+  completion.op = call.op;
+  completion.outcome = true;
+  completion.items = all(*call.batch, status);
+  mark_unquiet(call.kind, call.op);
+  publish(call.kind, std::move(completion));
+  retire(call.generation);
+}
+
+bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch,
+                                Instant now, Instant deadline) {
+  if (in_child() || batch == nullptr) return false;
+  const Lock lock(mutex);
+  if (closed[side_of(kind)] || finished) return false;
+  used[side_of(kind)] = true;
+  if (current == nullptr || held_up(kind)) {
+    ++counters.circuit_open;
+    end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
+    return true;
+  }
+  if (deadline <= now) {
+    ++counters.expired;
+    end_unstarted(kind, op, std::move(batch), ItemStatus::kTimedOut);
+    return true;
+  }
+  if (queues[kind].size() >= options.queue_limit) {
+    ++counters.queue_full;
+    return false;
+  }
   try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  } catch (...) {
-    return "unknown exception";
+    ensure_lane(current, kind);
+  } catch (const std::exception&) {
+    ++counters.circuit_open;
+    end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
+    return true;
   }
+  const TimePoint limit = after(Clock::now(), deadline - now);
+  queues[kind].push_back({op, std::move(batch), limit});
+  lane_wakes[kind].notify_all();
+  if (limit < care_wake) wake_care();
+  return true;
 }
 
-// A thread that says when it is about to end, so that only finished ones are joined.
-struct Worker {
-  std::jthread thread;
-  bool done = false;  // guarded by the core's mutex
-};
+bool BlockingStore::Core::poll(Side side, Completion& out) {
+  if (in_child()) return false;
+  const Lock lock(mutex);
+  auto& list = completions[side];
+  if (list.empty()) return false;
+  out = std::move(list.front());
+  list.pop_front();
+  return true;
+}
 
-}  // namespace
-
-struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
-  struct Request {
-    OpId op{};
-    std::unique_ptr<ObjectBatch> batch;
-    TimePoint deadline;
-  };
-
-  // An operation whose outcome was reported while native code may still use its memory.
-  struct Unquiet {
-    OpId op{};
-    Kind kind{};
-    std::unique_ptr<ObjectBatch> batch;
-  };
-
-  // One client with its threads, from set-up to tear-down.
-  struct Generation {
-    std::unique_ptr<BlockingClient> client;
-    TimePoint born;
-    std::array<Worker, kKinds> lanes;
-    std::array<bool, kKinds> has_lane{};
-    std::uint32_t busy = 0;  // threads inside a call
-    bool retired = false;
-    std::vector<Unquiet> unquiet;
-  };
-
-  struct Running {
-    OpId op{};
-    Kind kind{};
-    std::unique_ptr<ObjectBatch> batch;
-    std::vector<ItemResult> results;  // written by the native call
-    TimePoint began;
-    bool abandoned = false;  // its outcome was reported before the call returned
-    std::shared_ptr<Generation> generation;
-  };
-
-  Core(BlockingClientFactory make, BlockingStoreOptions opts)
-      : factory(std::move(make)), options(opts), pid(::getpid()) {}
-
-  const BlockingClientFactory factory;
-  const BlockingStoreOptions options;
-  const pid_t pid;
-  StoreCapabilities capabilities{};
-
-  // Held for the length of native registrations, and before `mutex` where both are.
-  std::mutex regions_mutex;
-  detail::RegionTable regions;
-
-  mutable std::mutex mutex;  // guards everything below
-  std::condition_variable care_wakes;
-  std::array<std::condition_variable, kKinds> lane_wakes;
-  std::condition_variable changed;  // a completion, an end of a call, of a thread, of a client
-  std::shared_ptr<Generation> current;
-  std::array<std::deque<Request>, kKinds> queues;
-  std::vector<std::shared_ptr<Running>> running;
-  std::array<std::deque<Completion>, kSides> completions;
-  Wakeup wakeup;
-  std::array<std::vector<OpId>, kSides> unquiet;
-  std::array<bool, kSides> used{};
-  std::array<bool, kSides> closed{};
-  bool finished = false;  // no client will be made any more
-  bool stop_care = false;
-  TimePoint care_wake = TimePoint::max();
-  std::unique_ptr<Worker> maker;
-  std::exception_ptr make_error;
-  std::list<Worker> graves;
-  std::thread care;
-  std::uint32_t failures = 0;         // in a row, also of clients that died young
-  std::uint32_t failed_attempts = 0;  // in a row, to make a client
-  TimePoint next_attempt = TimePoint::min();
-  std::uint64_t jitter = 0x9E3779B97F4A7C15u;
-  BlockingStoreCounters counters;
-
-  bool in_child() const noexcept { return ::getpid() != pid; }
-
-  // ---- completions ----
-
-  static std::vector<ItemResult> all(const ObjectBatch& batch, ItemStatus status) {
-    return std::vector<ItemResult>(batch.keys.size(), ItemResult{status, 0});
+bool BlockingStore::Core::idle(Side side) const {
+  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    if (side_of(static_cast<Kind>(kind)) == side && !queues[kind].empty()) return false;
   }
+  return std::none_of(running.begin(), running.end(), [&](const auto& call) {
+    return side_of(call->kind) == side && !call->abandoned;
+  });
+}
 
-  void publish(Kind kind, Completion completion) {
-    completions[side_of(kind)].push_back(std::move(completion));
-    changed.notify_all();
-    if (wakeup.call != nullptr) wakeup.call(wakeup.context);
-  }
+void BlockingStore::Core::finish_clients() {
+  finished = true;
+  if (current != nullptr) retire(std::shared_ptr<Generation>(current));
+  wake_care();
+}
 
-  void end_unstarted(Kind kind, OpId op, std::unique_ptr<ObjectBatch> batch, ItemStatus status) {
-    Completion completion;
-    completion.op = op;
-    completion.outcome = true;
-    completion.quiet = true;
-    completion.items = all(*batch, status);
-    completion.batch = std::move(batch);
-    publish(kind, std::move(completion));
-  }
-
-  void end_queue(Kind kind, ItemStatus status) {
-    for (Request& request : queues[kind]) {
-      end_unstarted(kind, request.op, std::move(request.batch), status);
-    }
-    queues[kind].clear();
-  }
-
-  void mark_unquiet(Kind kind, OpId op) {
-    unquiet[side_of(kind)].push_back(op);
-    ++counters.unquiet_now;
-  }
-
-  // Reports the outcome of a call that has not returned; its client goes.
-  void abandon(Running& call, ItemStatus status) {
-    call.abandoned = true;
-    Completion completion;
-    completion.op = call.op;
-    completion.outcome = true;
-    completion.items = all(*call.batch, status);
-    mark_unquiet(call.kind, call.op);
-    publish(call.kind, std::move(completion));
-    retire(call.generation);
-  }
-
-  // ---- clients ----
-
-  void retire(const std::shared_ptr<Generation>& generation) {
-    if (generation->retired) return;
-    generation->retired = true;
-    ++counters.retired_now;
-    if (current == generation) {
-      current = nullptr;
-      for (std::size_t kind = 0; kind < kKinds; ++kind) {
-        end_queue(static_cast<Kind>(kind), ItemStatus::kUnavailable);
-      }
-      // A client that dies young is replaced more and more slowly.
-      const TimePoint now = Clock::now();
-      if (now - generation->born >= to_chrono(options.max_retry)) failures = 0;
-      next_attempt = failures == 0 ? now : now + pause();
-      ++failures;
-    }
-    for (std::condition_variable& wake : lane_wakes) wake.notify_all();
-    wake_care();
-    Worker& grave = graves.emplace_back();
-    try {
-      grave.thread = std::jthread([core = shared_from_this(), generation, &grave] {
-        set_up_thread("kvp-grave");
-        core->bury(generation);
-        const Lock lock(core->mutex);
-        grave.done = true;
-        core->care_wakes.notify_all();
-        core->changed.notify_all();
-      });
-    } catch (const std::exception& error) {
-      // Without a thread the client is never torn down, so what is unquiet stays so: held, never
-      // wrong.
-      graves.pop_back();
-      for (Worker& lane : generation->lanes) {
-        if (lane.thread.joinable()) lane.thread.detach();
-      }
-      log(LogLevel::kError, std::string("no thread to tear a store client down: ") + error.what());
+CloseReport BlockingStore::Core::close(Side side, Duration budget) {
+  if (in_child()) return {};
+  const TimePoint end = after(Clock::now(), budget);
+  Lock lock(mutex);
+  closed[side] = true;
+  changed.wait_until(lock, end, [&] { return idle(side) && unquiet[side].empty(); });
+  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    if (side_of(static_cast<Kind>(kind)) == side) {
+      end_queue(static_cast<Kind>(kind), ItemStatus::kCancelled);
     }
   }
-
-  void bury(const std::shared_ptr<Generation>& generation) {
-    {
-      Lock lock(mutex);
-      changed.wait(lock, [&] {
-        if (generation->busy != 0) return false;
-        for (std::size_t kind = 0; kind < kKinds; ++kind) {
-          if (generation->has_lane[kind] && !generation->lanes[kind].done) return false;
-        }
-        return true;
-      });
-    }
-    for (Worker& lane : generation->lanes) {
-      if (lane.thread.joinable()) lane.thread.join();
-    }
-    generation->client->tear_down();
-    generation->client.reset();
-    const Lock lock(mutex);
-    for (Unquiet& operation : generation->unquiet) {
-      Completion completion;
-      completion.op = operation.op;
-      completion.quiet = true;
-      completion.batch = std::move(operation.batch);
-      auto& list = unquiet[side_of(operation.kind)];
-      list.erase(std::find(list.begin(), list.end(), operation.op));
-      --counters.unquiet_now;
-      publish(operation.kind, std::move(completion));
-    }
-    generation->unquiet.clear();
-    --counters.retired_now;
-    changed.notify_all();
+  for (const std::shared_ptr<Running>& call : running) {
+    if (side_of(call->kind) == side && !call->abandoned) abandon(*call, ItemStatus::kCancelled);
   }
-
-  // Doubles with every failure, and varies by a quarter so that many workers do not come back at
-  // once (R51).
-  std::chrono::nanoseconds pause() noexcept {
-    const unsigned doublings = std::min(failures == 0 ? 0u : failures - 1, 20u);
-    const std::int64_t base = std::min(options.first_retry.ns << doublings, options.max_retry.ns);
-    jitter ^= jitter << 13;
-    jitter ^= jitter >> 7;
-    jitter ^= jitter << 17;
-    return std::chrono::nanoseconds(base - base / 8 +
-                                    static_cast<std::int64_t>(jitter % 1024) * base / 4096);
+  const Side other = side == kStore ? kIndex : kStore;
+  if (closed[other] || !used[other]) {
+    closed[other] = true;
+    finish_clients();
+    changed.wait_until(lock, end, [&] { return counters.retired_now == 0; });
   }
+  return {unquiet[side].size(), unquiet[side]};
+}
 
-  void start_maker() {
-    maker = std::make_unique<Worker>();
-    maker->thread = std::jthread([core = shared_from_this(), worker = maker.get()] {
-      set_up_thread("kvp-make");
-      core->make_client();
-      const Lock lock(core->mutex);
-      worker->done = true;
-      core->care_wakes.notify_all();
-      core->changed.notify_all();
-    });
-  }
-
-  void make_client() {
-    auto generation = std::make_shared<Generation>();
-    std::exception_ptr error;
-    try {
-      generation->client = factory();
-      if (generation->client == nullptr) {
-        fail(ErrorCode::kUnavailable, kSubject, {"factory", "null", "a client", {}});
-      }
-      const std::lock_guard registration(regions_mutex);
-      for (const Region& region : regions.regions()) generation->client->register_region(region);
-      // Published before the next add_region can look for a client.
-      const Lock lock(mutex);
-      if (!finished) {
-        generation->born = Clock::now();
-        if (capabilities.name.empty()) {
-          capabilities = generation->client->capabilities();
-        } else {
-          ++counters.replacements;
-        }
-        current = std::move(generation);
-        failed_attempts = 0;
-        changed.notify_all();
-        return;
-      }
-    } catch (...) {
-      error = std::current_exception();
-    }
-    if (generation->client != nullptr) generation->client->tear_down();
-    if (error == nullptr) return;
-    const Lock lock(mutex);
-    make_error = error;
-    ++counters.failed_attempts;
-    ++failed_attempts;
-    ++failures;
-    log(LogLevel::kWarning, "no store client: " + message_of(error));
-    next_attempt = Clock::now() + pause();
-  }
-
-  // ---- lanes ----
-
-  void ensure_lane(const std::shared_ptr<Generation>& generation, Kind kind) {
-    if (generation->has_lane[kind]) return;
-    Worker& lane = generation->lanes[kind];
-    lane.thread = std::jthread([core = shared_from_this(), generation, kind, &lane] {
-      set_up_thread(kLaneNames[kind]);
-      core->serve(generation, kind);
-      const Lock lock(core->mutex);
-      lane.done = true;
-      core->changed.notify_all();
-    });
-    generation->has_lane[kind] = true;
-  }
-
-  void serve(const std::shared_ptr<Generation>& generation, Kind kind) {
+void BlockingStore::Core::leave(TimePoint end) {
+  std::vector<std::jthread> joinable;
+  {
     Lock lock(mutex);
-    auto& queue = queues[kind];
-    for (;;) {
-      lane_wakes[kind].wait(lock, [&] { return generation->retired || !queue.empty(); });
-      if (generation->retired) return;
-      Request request = std::move(queue.front());
-      queue.pop_front();
-      const TimePoint now = Clock::now();
-      if (now >= request.deadline) {
-        ++counters.expired;
-        end_unstarted(kind, request.op, std::move(request.batch), ItemStatus::kTimedOut);
-        continue;
-      }
-      auto call = std::make_shared<Running>();
-      call->op = request.op;
-      call->kind = kind;
-      call->batch = std::move(request.batch);
-      call->results.resize(call->batch->keys.size());
-      call->began = now;
-      call->generation = generation;
-      running.push_back(call);
-      ++generation->busy;
-      count(*call);
-      if (now + to_chrono(options.stuck_after) < care_wake) wake_care();
-
-      lock.unlock();
-      const CallEnd end = perform(*generation->client, *call);
-      lock.lock();
-
-      --generation->busy;
-      running.erase(std::find(running.begin(), running.end(), call));
-      finish(*call, end);
-      changed.notify_all();
-    }
-  }
-
-  static CallEnd perform(BlockingClient& client, Running& call) noexcept {
-    switch (call.kind) {
-      case kPut:
-        return client.put(*call.batch, call.results);
-      case kGet:
-        return client.get(*call.batch, call.results);
-      case kLook:
-        break;
-    }
-    return client.exists(*call.batch, call.results);
-  }
-
-  void count(const Running& call) noexcept {
-    const std::size_t items = call.batch->keys.size();
-    switch (call.kind) {
-      case kPut:
-        ++counters.put_calls;
-        counters.put_items += items;
-        return;
-      case kGet:
-        ++counters.get_calls;
-        counters.get_items += items;
-        return;
-      case kLook:
-        ++counters.exists_calls;
-        counters.exists_items += items;
-        return;
-    }
-  }
-
-  // The call has returned: everything it wrote is visible to whoever takes the completion under the
-  // mutex (R56).
-  void finish(Running& call, CallEnd end) {
-    Generation& generation = *call.generation;
-    if (call.abandoned) {
-      generation.unquiet.push_back({call.op, call.kind, std::move(call.batch)});
-      return;
-    }
-    std::uint64_t bytes = 0;
-    for (const ItemResult& item : call.results) bytes += item.bytes;
-    if (call.kind == kPut) counters.put_bytes += bytes;
-    if (call.kind == kGet) counters.get_bytes += bytes;
-
-    Completion completion;
-    completion.op = call.op;
-    completion.outcome = true;
-    completion.quiet = end.quiet;
-    completion.items = std::move(call.results);
-    if (end.quiet) {
-      completion.batch = std::move(call.batch);
-    } else {
-      ++counters.unquiet_calls;
-      mark_unquiet(call.kind, call.op);
-      generation.unquiet.push_back({call.op, call.kind, std::move(call.batch)});
-    }
-    publish(call.kind, std::move(completion));
-    if (!end.quiet || end.broken) {
-      log(LogLevel::kWarning, std::string("a store client is replaced: a call of ") +
-                                  kLaneNames[call.kind] + " came back " +
-                                  (end.quiet ? "broken" : "without being quiet"));
-      retire(call.generation);
-    }
-  }
-
-  // ---- care ----
-
-  void wake_care() {
-    care_wake = TimePoint::min();
+    finish_clients();
+    const auto all_done = [&] {
+      return (maker == nullptr || maker->done) &&
+             std::all_of(graves.begin(), graves.end(),
+                         [](const Worker& grave) { return grave.done; });
+    };
+    changed.wait_until(lock, end, all_done);
+    stop_care = true;
     care_wakes.notify_all();
   }
-
-  void watch() {
-    set_up_thread("kvp-care");
-    Lock lock(mutex);
-    while (!stop_care) {
-      const TimePoint now = Clock::now();
-      TimePoint next = now + std::chrono::hours(1);
-      for (std::size_t kind = 0; kind < kKinds; ++kind) {
-        expire(static_cast<Kind>(kind), now, next);
-      }
-      watch_calls(now, next);
-      reap();
-      consider_attempt(now, next);
-      care_wake = next;
-      care_wakes.wait_until(
-          lock, next, [&] { return stop_care || care_wake == TimePoint::min() || can_reap(); });
+  if (care.joinable()) care.join();
+  const Lock lock(mutex);
+  if (maker != nullptr) {
+    if (!maker->done) {
+      maker->thread.detach();
+    } else {
+      joinable.push_back(std::move(maker->thread));
     }
   }
-
-  void expire(Kind kind, TimePoint now, TimePoint& next) {
-    auto& queue = queues[kind];
-    for (auto at = queue.begin(); at != queue.end();) {
-      if (at->deadline > now) {
-        next = std::min(next, at->deadline);
-        ++at;
-        continue;
-      }
-      ++counters.expired;
-      end_unstarted(kind, at->op, std::move(at->batch), ItemStatus::kTimedOut);
-      at = queue.erase(at);
+  for (Worker& grave : graves) {
+    if (grave.done) {
+      joinable.push_back(std::move(grave.thread));
+    } else {
+      grave.thread.detach();
     }
   }
-
-  void watch_calls(TimePoint now, TimePoint& next) {
-    for (const std::shared_ptr<Running>& call : running) {
-      if (call->abandoned) continue;
-      const TimePoint limit = call->began + to_chrono(options.stuck_after);
-      if (limit > now) {
-        next = std::min(next, limit);
-        continue;
-      }
-      ++counters.stuck_calls;
-      log(LogLevel::kWarning, std::string("a store client is replaced: a call of ") +
-                                  kLaneNames[call->kind] + " does not return");
-      abandon(*call, ItemStatus::kTimedOut);
-    }
-  }
-
-  bool can_reap() const {
-    return (maker != nullptr && maker->done) ||
-           std::any_of(graves.begin(), graves.end(),
-                       [](const Worker& grave) { return grave.done; });
-  }
-
-  // The threads have released the mutex for good when `done` is seen under it, so joining them is
-  // short.
-  void reap() {
-    if (maker != nullptr && maker->done) maker.reset();
-    for (auto grave = graves.begin(); grave != graves.end();) {
-      grave = grave->done ? graves.erase(grave) : std::next(grave);
-    }
-  }
-
-  void consider_attempt(TimePoint now, TimePoint& next) {
-    if (current != nullptr || finished || maker != nullptr) return;
-    if (options.max_attempts != 0 && failed_attempts >= options.max_attempts) return;
-    if (counters.retired_now >= options.max_retired) return;
-    if (next_attempt > now) {
-      next = std::min(next, next_attempt);
-      return;
-    }
-    try {
-      start_maker();
-    } catch (const std::exception&) {
-      maker.reset();
-      next_attempt = now + to_chrono(options.max_retry);
-      next = std::min(next, next_attempt);
-    }
-  }
-
-  // ---- calls ----
-
-  bool start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
-             Instant deadline) {
-    if (in_child() || batch == nullptr) return false;
-    const Lock lock(mutex);
-    if (closed[side_of(kind)] || finished) return false;
-    used[side_of(kind)] = true;
-    if (current == nullptr) {
-      ++counters.circuit_open;
-      end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
-      return true;
-    }
-    if (deadline <= now) {
-      ++counters.expired;
-      end_unstarted(kind, op, std::move(batch), ItemStatus::kTimedOut);
-      return true;
-    }
-    if (queues[kind].size() >= options.queue_limit) {
-      ++counters.queue_full;
-      return false;
-    }
-    try {
-      ensure_lane(current, kind);
-    } catch (const std::exception&) {
-      ++counters.circuit_open;
-      end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
-      return true;
-    }
-    const TimePoint limit = after(Clock::now(), deadline - now);
-    queues[kind].push_back({op, std::move(batch), limit});
-    lane_wakes[kind].notify_all();
-    if (limit < care_wake) wake_care();
-    return true;
-  }
-
-  bool poll(Side side, Completion& out) {
-    if (in_child()) return false;
-    const Lock lock(mutex);
-    auto& list = completions[side];
-    if (list.empty()) return false;
-    out = std::move(list.front());
-    list.pop_front();
-    return true;
-  }
-
-  bool idle(Side side) const {
-    for (std::size_t kind = 0; kind < kKinds; ++kind) {
-      if (side_of(static_cast<Kind>(kind)) == side && !queues[kind].empty()) return false;
-    }
-    return std::none_of(running.begin(), running.end(), [&](const auto& call) {
-      return side_of(call->kind) == side && !call->abandoned;
-    });
-  }
-
-  // No client will be made any more, and the present one goes.
-  void finish_clients() {
-    finished = true;
-    if (current != nullptr) retire(std::shared_ptr<Generation>(current));
-    wake_care();
-  }
-
-  CloseReport close(Side side, Duration budget) {
-    if (in_child()) return {};
-    const TimePoint end = after(Clock::now(), budget);
-    Lock lock(mutex);
-    closed[side] = true;
-    changed.wait_until(lock, end, [&] { return idle(side) && unquiet[side].empty(); });
-    for (std::size_t kind = 0; kind < kKinds; ++kind) {
-      if (side_of(static_cast<Kind>(kind)) == side) {
-        end_queue(static_cast<Kind>(kind), ItemStatus::kCancelled);
-      }
-    }
-    for (const std::shared_ptr<Running>& call : running) {
-      if (side_of(call->kind) == side && !call->abandoned) abandon(*call, ItemStatus::kCancelled);
-    }
-    const Side other = side == kStore ? kIndex : kStore;
-    if (closed[other] || !used[other]) {
-      closed[other] = true;
-      finish_clients();
-      changed.wait_until(lock, end, [&] { return counters.retired_now == 0; });
-    }
-    return {unquiet[side].size(), unquiet[side]};
-  }
-
-  // Ends and joins what ends in time; what hangs keeps this object alive and goes on alone.
-  void leave(TimePoint end) {
-    std::vector<std::jthread> joinable;
-    {
-      Lock lock(mutex);
-      finish_clients();
-      const auto all_done = [&] {
-        return (maker == nullptr || maker->done) &&
-               std::all_of(graves.begin(), graves.end(),
-                           [](const Worker& grave) { return grave.done; });
-      };
-      changed.wait_until(lock, end, all_done);
-      stop_care = true;
-      care_wakes.notify_all();
-    }
-    if (care.joinable()) care.join();
-    const Lock lock(mutex);
-    if (maker != nullptr) {
-      if (!maker->done) {
-        maker->thread.detach();
-      } else {
-        joinable.push_back(std::move(maker->thread));
-      }
-    }
-    for (Worker& grave : graves) {
-      if (grave.done) {
-        joinable.push_back(std::move(grave.thread));
-      } else {
-        grave.thread.detach();
-      }
-    }
-  }
-};
+}
 
 BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions options)
     : core_(std::make_shared<Core>(std::move(factory), options)) {
@@ -691,7 +208,7 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
     core.leave(Clock::now());
     std::rethrow_exception(error);
   }
-  core.care = std::thread([core = core_.get()] { core->watch(); });
+  core.care = start_thread("kvp-care", [core = core_.get()] { core->watch(); });
 }
 
 BlockingStore::~BlockingStore() {

@@ -1,7 +1,5 @@
 #include "kvprism/backend/pump_thread.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -12,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "backend/native_thread.h"
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/wake_signal.h"
 #include "kvprism/base/log.h"
@@ -21,22 +20,6 @@ namespace {
 
 // What a worker may need beyond its budget to come back.
 constexpr Duration kGrace = seconds(1);
-
-// Signals belong to the engine's threads, so a new thread starts with all of them blocked.
-class BlockedSignals {
- public:
-  BlockedSignals() noexcept {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  BlockedSignals(const BlockedSignals&) = delete;
-  BlockedSignals& operator=(const BlockedSignals&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 }  // namespace
 
@@ -100,7 +83,7 @@ struct PumpThread::State {
 
 struct PumpThread::Handle {
   std::mutex mutex;  // of the thread object
-  std::thread thread;
+  std::jthread thread;
   pid_t owner = 0;  // the process that has the thread
   bool left_behind = false;
 };
@@ -118,12 +101,8 @@ PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
   state_ = std::make_shared<State>(std::move(worker), options);
   handle_ = std::make_unique<Handle>();
   if (store) store->set_wakeup(state_->signal.wakeup());
-  const BlockedSignals blocked;
   // The thread shares its state: it may have to be left behind.
-  handle_->thread = std::thread([state = state_] {
-    pthread_setname_np(pthread_self(), "kvp-pump");
-    state->run();
-  });
+  handle_->thread = detail::start_thread("kvp-pump", [state = state_] { state->run(); });
   handle_->owner = getpid();
 }
 

@@ -36,11 +36,12 @@ struct BlockingStoreCounters {
   std::uint64_t get_bytes = 0;
   std::uint64_t exists_calls = 0;
   std::uint64_t exists_items = 0;
-  std::uint64_t queue_full = 0;       // starts refused because a queue was full
-  std::uint64_t circuit_open = 0;     // operations ended at once because no client was usable
-  std::uint64_t expired = 0;          // operations not started by their deadline
-  std::uint64_t stuck_calls = 0;      // calls given up after stuck_after
-  std::uint64_t unquiet_calls = 0;    // calls that returned while native code may go on
+  std::uint64_t queue_full = 0;     // starts refused because a queue was full
+  std::uint64_t circuit_open = 0;   // operations ended at once: no client, or a late call before it
+  std::uint64_t expired = 0;        // operations not started by their deadline
+  std::uint64_t late_calls = 0;     // calls that outlasted their operation's deadline
+  std::uint64_t stuck_calls = 0;    // calls given up after stuck_after
+  std::uint64_t unquiet_calls = 0;  // calls that returned while native code may go on
   std::uint64_t failed_attempts = 0;  // clients that could not be made
   std::uint64_t replacements = 0;     // clients made after the first
   std::uint64_t unquiet_now = 0;      // operations with an outcome that are not quiet
@@ -53,7 +54,10 @@ struct BlockingStoreCounters {
 // waiting operations end as kUnavailable, a new client is made (thread "kvp-make"), gets all
 // regions, and takes over. The retired client is torn down (thread "kvp-grave") once its calls have
 // returned; only then do its unfinished operations become quiet. While no client is usable,
-// operations end at once as kUnavailable. Thread "kvp-care" watches deadlines.
+// operations end at once as kUnavailable (R51); so do those of a kind whose call has outlasted its
+// deadline, until that call returns: a service that is slow costs nobody a wait. A client that
+// replaces another must have answered a question first. One log line tells each change. Thread
+// "kvp-care" watches deadlines.
 //
 // Ownership: owns its clients and threads; the factory must stay callable. The destructor waits for
 // close_budget and leaves hung threads behind with the state they need: memory of unquiet

@@ -1,0 +1,176 @@
+// Clients from set-up to tear-down, and the pauses between attempts.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "backend/blocking_core.h"
+#include "backend/native_thread.h"
+#include "kvprism/base/error.h"
+#include "kvprism/base/log.h"
+
+namespace kvprism {
+
+using namespace detail;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "unknown exception";
+  }
+}
+
+}  // namespace
+
+void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation) {
+  if (generation->retired) return;
+  generation->retired = true;
+  ++counters.retired_now;
+  if (current == generation) {
+    current = nullptr;
+    for (std::size_t kind = 0; kind < kKinds; ++kind) {
+      end_queue(static_cast<Kind>(kind), ItemStatus::kUnavailable);
+    }
+    // A client that dies young is replaced more and more slowly.
+    const TimePoint now = Clock::now();
+    if (now - generation->born >= to_chrono(options.max_retry)) failures = 0;
+    next_attempt = failures == 0 ? now : now + pause();
+    ++failures;
+  }
+  for (std::condition_variable& wake : lane_wakes) wake.notify_all();
+  wake_care();
+  Worker& grave = graves.emplace_back();
+  try {
+    grave.thread = start_thread("kvp-grave", [core = shared_from_this(), generation, &grave] {
+      core->bury(generation);
+      const Lock lock(core->mutex);
+      grave.done = true;
+      core->care_wakes.notify_all();
+      core->changed.notify_all();
+    });
+  } catch (const std::exception& error) {
+    // Without a thread the client is never torn down, so what is unquiet stays so: held, never
+    // wrong.
+    graves.pop_back();
+    for (Worker& lane : generation->lanes) {
+      if (lane.thread.joinable()) lane.thread.detach();
+    }
+    log(LogLevel::kError, std::string("no thread to tear a store client down: ") + error.what());
+  }
+}
+
+void BlockingStore::Core::bury(const std::shared_ptr<Generation>& generation) {
+  {
+    Lock lock(mutex);
+    changed.wait(lock, [&] {
+      if (generation->busy != 0) return false;
+      for (std::size_t kind = 0; kind < kKinds; ++kind) {
+        if (generation->has_lane[kind] && !generation->lanes[kind].done) return false;
+      }
+      return true;
+    });
+  }
+  for (Worker& lane : generation->lanes) {
+    if (lane.thread.joinable()) lane.thread.join();
+  }
+  generation->client->tear_down();
+  generation->client.reset();
+  const Lock lock(mutex);
+  for (Unquiet& operation : generation->unquiet) {
+    Completion completion;
+    completion.op = operation.op;
+    completion.quiet = true;
+    completion.batch = std::move(operation.batch);
+    auto& list = unquiet[side_of(operation.kind)];
+    list.erase(std::find(list.begin(), list.end(), operation.op));
+    --counters.unquiet_now;
+    publish(operation.kind, std::move(completion));
+  }
+  generation->unquiet.clear();
+  --counters.retired_now;
+  changed.notify_all();
+}
+
+std::chrono::nanoseconds BlockingStore::Core::pause() noexcept {
+  const unsigned doublings = std::min(failures == 0 ? 0u : failures - 1, 20u);
+  const std::int64_t base = std::min(options.first_retry.ns << doublings, options.max_retry.ns);
+  jitter ^= jitter << 13;
+  jitter ^= jitter >> 7;
+  jitter ^= jitter << 17;
+  return std::chrono::nanoseconds(base - base / 8 +
+                                  static_cast<std::int64_t>(jitter % 1024) * base / 4096);
+}
+
+void BlockingStore::Core::start_maker() {
+  maker = std::make_unique<Worker>();
+  maker->thread = start_thread("kvp-make", [core = shared_from_this(), worker = maker.get()] {
+    core->make_client();
+    const Lock lock(core->mutex);
+    worker->done = true;
+    core->care_wakes.notify_all();
+    core->changed.notify_all();
+  });
+}
+
+void BlockingStore::Core::probe(BlockingClient& client) {
+  ObjectBatch question;
+  question.keys.append() = "kvprism-probe";
+  ItemResult answer;
+  const CallEnd end = client.exists(question, {&answer, 1});
+  const bool answered = answer.status == ItemStatus::kOk || answer.status == ItemStatus::kMissing;
+  if (end.quiet && !end.broken && answered) return;
+  fail(ErrorCode::kUnavailable, kSubject,
+       {"exists",
+        std::string(to_string(answer.status)),
+        "an answer about a key that need not be there",
+        {}});
+}
+
+void BlockingStore::Core::make_client() {
+  auto generation = std::make_shared<Generation>();
+  std::exception_ptr error;
+  try {
+    generation->client = factory();
+    if (generation->client == nullptr) {
+      fail(ErrorCode::kUnavailable, kSubject, {"factory", "null", "a client", {}});
+    }
+    const std::lock_guard registration(regions_mutex);
+    for (const Region& region : regions.regions()) generation->client->register_region(region);
+    if (!capabilities.name.empty()) probe(*generation->client);
+    // Published before the next add_region can look for a client.
+    const Lock lock(mutex);
+    if (!finished) {
+      generation->born = Clock::now();
+      if (capabilities.name.empty()) {
+        capabilities = generation->client->capabilities();
+      } else {
+        ++counters.replacements;
+        log(LogLevel::kWarning, "the store has a new client");
+      }
+      current = std::move(generation);
+      failed_attempts = 0;
+      away.clear();
+      changed.notify_all();
+      return;
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (generation->client != nullptr) generation->client->tear_down();
+  if (error == nullptr) return;
+  const Lock lock(mutex);
+  make_error = error;
+  ++counters.failed_attempts;
+  ++failed_attempts;
+  ++failures;
+  const std::string why = message_of(error);
+  if (away != why) log(LogLevel::kWarning, "no store client, trying on: " + why);
+  away = why;
+  next_attempt = Clock::now() + pause();
+}
+
+}  // namespace kvprism

@@ -1,0 +1,204 @@
+// What the parts of the blocking store share. Clients are made and torn down in
+// blocking_clients.cpp, called in blocking_lanes.cpp, watched in blocking_care.cpp.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "backend/region_table.h"
+#include "kvprism/backend/blocking_store.h"
+
+namespace kvprism {
+namespace detail {
+
+using Clock = std::chrono::steady_clock;
+using TimePoint = Clock::time_point;
+using Lock = std::unique_lock<std::mutex>;
+
+inline constexpr std::string_view kSubject = "store client";
+
+enum Kind : std::size_t { kPut = 0, kGet = 1, kLook = 2 };
+inline constexpr std::size_t kKinds = 3;
+enum Side : std::size_t { kStore = 0, kIndex = 1 };
+inline constexpr std::size_t kSides = 2;
+
+constexpr Side side_of(Kind kind) noexcept { return kind == kLook ? kIndex : kStore; }
+inline constexpr std::array<const char*, kKinds> kLaneNames = {"kvp-put", "kvp-get", "kvp-look"};
+
+inline std::chrono::nanoseconds to_chrono(Duration duration) noexcept {
+  return std::chrono::nanoseconds(duration.ns);
+}
+
+// Far deadlines of the caller's clock must not overflow ours.
+inline TimePoint after(TimePoint now, Duration duration) noexcept {
+  constexpr std::chrono::hours kFar{24 * 365};
+  return now + std::min<std::chrono::nanoseconds>(to_chrono(duration), kFar);
+}
+
+// A thread that says when it is about to end, so that only finished ones are joined.
+struct Worker {
+  std::jthread thread;
+  bool done = false;  // guarded by the core's mutex
+};
+
+}  // namespace detail
+
+struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
+  using Kind = detail::Kind;
+  using Side = detail::Side;
+  using Lock = detail::Lock;
+  using TimePoint = detail::TimePoint;
+  using Worker = detail::Worker;
+  struct Request {
+    OpId op{};
+    std::unique_ptr<ObjectBatch> batch;
+    TimePoint deadline;
+  };
+
+  // An operation whose outcome was reported while native code may still use its memory.
+  struct Unquiet {
+    OpId op{};
+    Kind kind{};
+    std::unique_ptr<ObjectBatch> batch;
+  };
+
+  // One client with its threads, from set-up to tear-down.
+  struct Generation {
+    std::unique_ptr<BlockingClient> client;
+    TimePoint born;
+    std::array<Worker, detail::kKinds> lanes;
+    std::array<bool, detail::kKinds> has_lane{};
+    std::uint32_t busy = 0;  // threads inside a call
+    bool retired = false;
+    std::vector<Unquiet> unquiet;
+  };
+
+  struct Running {
+    OpId op{};
+    Kind kind{};
+    std::unique_ptr<ObjectBatch> batch;
+    std::vector<ItemResult> results;  // written by the native call
+    TimePoint began;
+    TimePoint deadline;      // of its operation
+    bool late = false;       // still inside the call then: its kind takes nothing until it returns
+    bool abandoned = false;  // its outcome was reported before the call returned
+    std::shared_ptr<Generation> generation;
+  };
+
+  Core(BlockingClientFactory make, BlockingStoreOptions opts)
+      : factory(std::move(make)), options(opts), pid(::getpid()) {}
+
+  const BlockingClientFactory factory;
+  const BlockingStoreOptions options;
+  const pid_t pid;
+  StoreCapabilities capabilities{};
+
+  // Held for the length of native registrations, and before `mutex` where both are.
+  std::mutex regions_mutex;
+  detail::RegionTable regions;
+
+  mutable std::mutex mutex;  // guards everything below
+  std::condition_variable care_wakes;
+  std::array<std::condition_variable, detail::kKinds> lane_wakes;
+  std::condition_variable changed;  // a completion, an end of a call, of a thread, of a client
+  std::shared_ptr<Generation> current;
+  std::array<std::deque<Request>, detail::kKinds> queues;
+  std::vector<std::shared_ptr<Running>> running;
+  std::array<std::deque<Completion>, detail::kSides> completions;
+  Wakeup wakeup;
+  std::array<std::vector<OpId>, detail::kSides> unquiet;
+  std::array<bool, detail::kSides> used{};
+  std::array<bool, detail::kSides> closed{};
+  bool finished = false;  // no client will be made any more
+  bool stop_care = false;
+  TimePoint care_wake = TimePoint::max();
+  std::unique_ptr<Worker> maker;
+  std::exception_ptr make_error;
+  std::string away;  // why there is no client, as logged last; empty while there is one
+  std::list<Worker> graves;
+  std::jthread care;
+  std::uint32_t failures = 0;         // in a row, also of clients that died young
+  std::uint32_t failed_attempts = 0;  // in a row, to make a client
+  TimePoint next_attempt = TimePoint::min();
+  std::uint64_t jitter = 0x9E3779B97F4A7C15u;
+  BlockingStoreCounters counters;
+
+  bool in_child() const noexcept { return ::getpid() != pid; }
+
+  // ---- completions ----
+
+  static std::vector<ItemResult> all(const ObjectBatch& batch, ItemStatus status) {
+    return std::vector<ItemResult>(batch.keys.size(), ItemResult{status, 0});
+  }
+  void publish(Kind kind, Completion completion);
+  void end_unstarted(Kind kind, OpId op, std::unique_ptr<ObjectBatch> batch, ItemStatus status);
+  void end_queue(Kind kind, ItemStatus status);
+  void mark_unquiet(Kind kind, OpId op);
+  // Reports the outcome of a call that has not returned; its client goes.
+  void abandon(Running& call, ItemStatus status);
+
+  // ---- clients ----
+
+  void retire(const std::shared_ptr<Generation>& generation);
+  void bury(const std::shared_ptr<Generation>& generation);
+  // Doubles with every failure, and varies by a quarter so that many workers do not come back at
+  // once (R51).
+  std::chrono::nanoseconds pause() noexcept;
+  void start_maker();
+  void make_client();
+  // Throws Error when the client does not answer a question.
+  static void probe(BlockingClient& client);
+
+  // ---- lanes ----
+
+  void ensure_lane(const std::shared_ptr<Generation>& generation, Kind kind);
+  void serve(const std::shared_ptr<Generation>& generation, Kind kind);
+  static CallEnd perform(BlockingClient& client, Running& call) noexcept;
+  void count(const Running& call) noexcept;
+  // The call has returned: everything it wrote is visible to whoever takes the completion under the
+  // mutex (R56).
+  void finish(Running& call, CallEnd end);
+  // Does a late call of the present client hold the only thread for `kind`?
+  bool held_up(Kind kind) const;
+
+  // ---- care ----
+
+  void wake_care();
+  void watch();
+  void expire(Kind kind, TimePoint now, TimePoint& next);
+  void watch_calls(TimePoint now, TimePoint& next);
+  bool can_reap() const;
+  // The threads have released the mutex for good when `done` is seen under it, so joining them is
+  // short.
+  void reap();
+  void consider_attempt(TimePoint now, TimePoint& next);
+
+  // ---- calls ----
+
+  bool start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+             Instant deadline);
+  bool poll(Side side, Completion& out);
+  bool idle(Side side) const;
+  // No client will be made any more, and the present one goes.
+  void finish_clients();
+  CloseReport close(Side side, Duration budget);
+  // Ends and joins what ends in time; what hangs keeps this object alive and goes on alone.
+  void leave(TimePoint end);
+};
+
+}  // namespace kvprism

@@ -1,0 +1,136 @@
+// One thread per client and kind of call: takes operations from the queue and calls the client.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "backend/blocking_core.h"
+#include "backend/native_thread.h"
+#include "kvprism/base/log.h"
+
+namespace kvprism {
+
+using namespace detail;  // NOLINT(google-build-using-namespace)
+
+void BlockingStore::Core::ensure_lane(const std::shared_ptr<Generation>& generation, Kind kind) {
+  if (generation->has_lane[kind]) return;
+  Worker& lane = generation->lanes[kind];
+  lane.thread =
+      start_thread(kLaneNames[kind], [core = shared_from_this(), generation, kind, &lane] {
+        core->serve(generation, kind);
+        const Lock lock(core->mutex);
+        lane.done = true;
+        core->changed.notify_all();
+      });
+  generation->has_lane[kind] = true;
+}
+
+void BlockingStore::Core::serve(const std::shared_ptr<Generation>& generation, Kind kind) {
+  Lock lock(mutex);
+  auto& queue = queues[kind];
+  for (;;) {
+    lane_wakes[kind].wait(lock, [&] { return generation->retired || !queue.empty(); });
+    if (generation->retired) return;
+    Request request = std::move(queue.front());
+    queue.pop_front();
+    const TimePoint now = Clock::now();
+    if (now >= request.deadline) {
+      ++counters.expired;
+      end_unstarted(kind, request.op, std::move(request.batch), ItemStatus::kTimedOut);
+      continue;
+    }
+    auto call = std::make_shared<Running>();
+    call->op = request.op;
+    call->kind = kind;
+    call->batch = std::move(request.batch);
+    call->results.resize(call->batch->keys.size());
+    call->began = now;
+    call->deadline = request.deadline;
+    call->generation = generation;
+    running.push_back(call);
+    ++generation->busy;
+    count(*call);
+    if (std::min(now + to_chrono(options.stuck_after), call->deadline) < care_wake) wake_care();
+
+    lock.unlock();
+    const CallEnd end = perform(*generation->client, *call);
+    lock.lock();
+
+    --generation->busy;
+    running.erase(std::find(running.begin(), running.end(), call));
+    if (call->late && generation == current) {
+      log(LogLevel::kWarning, std::string("calls of ") + kLaneNames[kind] + " return again");
+    }
+    finish(*call, end);
+    changed.notify_all();
+  }
+}
+
+CallEnd BlockingStore::Core::perform(BlockingClient& client, Running& call) noexcept {
+  switch (call.kind) {
+    case kPut:
+      return client.put(*call.batch, call.results);
+    case kGet:
+      return client.get(*call.batch, call.results);
+    case kLook:
+      break;
+  }
+  return client.exists(*call.batch, call.results);
+}
+
+void BlockingStore::Core::count(const Running& call) noexcept {
+  const std::size_t items = call.batch->keys.size();
+  switch (call.kind) {
+    case kPut:
+      ++counters.put_calls;
+      counters.put_items += items;
+      return;
+    case kGet:
+      ++counters.get_calls;
+      counters.get_items += items;
+      return;
+    case kLook:
+      ++counters.exists_calls;
+      counters.exists_items += items;
+      return;
+  }
+}
+
+void BlockingStore::Core::finish(Running& call, CallEnd end) {
+  Generation& generation = *call.generation;
+  if (call.abandoned) {
+    generation.unquiet.push_back({call.op, call.kind, std::move(call.batch)});
+    return;
+  }
+  std::uint64_t bytes = 0;
+  for (const ItemResult& item : call.results) bytes += item.bytes;
+  if (call.kind == kPut) counters.put_bytes += bytes;
+  if (call.kind == kGet) counters.get_bytes += bytes;
+
+  Completion completion;
+  completion.op = call.op;
+  completion.outcome = true;
+  completion.quiet = end.quiet;
+  completion.items = std::move(call.results);
+  if (end.quiet) {
+    completion.batch = std::move(call.batch);
+  } else {
+    ++counters.unquiet_calls;
+    mark_unquiet(call.kind, call.op);
+    generation.unquiet.push_back({call.op, call.kind, std::move(call.batch)});
+  }
+  publish(call.kind, std::move(completion));
+  if (!end.quiet || end.broken) {
+    log(LogLevel::kWarning, std::string("a store client is replaced: a call of ") +
+                                kLaneNames[call.kind] + " came back " +
+                                (end.quiet ? "broken" : "without being quiet"));
+    retire(call.generation);
+  }
+}
+
+bool BlockingStore::Core::held_up(Kind kind) const {
+  return std::any_of(running.begin(), running.end(), [&](const auto& call) {
+    return call->late && call->kind == kind && call->generation == current;
+  });
+}
+
+}  // namespace kvprism
