@@ -22,6 +22,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/group/cache_config.h"
 #include "kvprism/group/projection.h"
+#include "kvprism/peer/validate_peer.h"
 #include "kvprism/store/validate_store.h"
 
 namespace kvprism::bindings {
@@ -235,6 +236,14 @@ Raises:
               "The engine's own value in tokens, or None.")
       .def_ro("hash_block_size", &CacheConfig::hash_block_size,
               "The engine's own value in tokens, or None.")
+      .def_ro("cache_hit_alignment_tokens", &CacheConfig::cache_hit_alignment_tokens,
+              "The engine's own value in tokens, or None.")
+      .def_ro("prefix_cache_retention_interval", &CacheConfig::prefix_cache_retention_interval,
+              "Tokens between prefixes that stay cached, or None.")
+      .def_ro("use_eagle", &CacheConfig::use_eagle,
+              "Whether a draft model drops the last block of a hit, or None.")
+      .def_ro("model_total_kv_heads", &CacheConfig::model_total_kv_heads,
+              "KV heads of the model as the engine counts them, or None.")
       .def_ro("key_schema", &CacheConfig::key_schema, "Name of the key schema.")
       .def_ro("namespace", &CacheConfig::key_namespace, "Tenant; part of every key.")
       .def_prop_ro(
@@ -280,13 +289,33 @@ void bind_row(nb::module_& module) {
           "Tokens that one block id stands for.")
       .def_prop_ro(
           "page_size_bytes", [](const GroupRow& row) { return row.group().page_size_bytes; },
-          "Bytes of one block of one layer on this rank.")
+          "Bytes of one block of the first layer on this rank.")
       .def_prop_ro(
-          "object_bytes",
+          "layer_kinds",
           [](const GroupRow& row) {
-            return row.group().page_size_bytes * row.group().layers.size();
+            const ResolvedGroup& group = row.group();
+            std::vector<std::string> kinds;
+            for (std::size_t layer = 0; layer < group.layers.size(); ++layer)
+              kinds.push_back(group.layer_spec(layer).kind);
+            return kinds;
           },
+          "Kind of each layer; one and the same unless a uniform wrapper held them.")
+      .def_prop_ro(
+          "layer_page_bytes",
+          [](const GroupRow& row) {
+            const ResolvedGroup& group = row.group();
+            std::vector<std::uint64_t> bytes;
+            for (std::size_t layer = 0; layer < group.layers.size(); ++layer)
+              bytes.push_back(page_size_bytes(group.layer_spec(layer)));
+            return bytes;
+          },
+          "Bytes of one block of each layer on this rank.")
+      .def_prop_ro(
+          "object_bytes", [](const GroupRow& row) { return row.group().object_bytes(); },
           "Bytes of one block of all layers of this rank: one object in a store.")
+      .def_prop_ro(
+          "tp_replicated", [](const GroupRow& row) { return row.group().tp_replicated; },
+          "Whether every tensor rank holds the same bytes.")
       .def_prop_ro(
           "prefix_cacheable",
           [](const GroupRow& row) { return row.group().traits.prefix_cacheable.get(); },
@@ -316,7 +345,7 @@ void bind_row(nb::module_& module) {
           "Whether the engine lets it be transferred.")
       .def_prop_ro(
           "is_eagle_group", [](const GroupRow& row) { return row.group().is_eagle_group; },
-          "Whether it holds layers of a draft model.")
+          "Whether the draft model makes a hit drop its last block.")
       .def_prop_ro(
           "host_resident", [](const GroupRow& row) { return row.group().host_resident; },
           "Whether it lives in host memory.")
@@ -366,6 +395,12 @@ Raises:
       .def_prop_ro("scheduler_block_size", &Projection::scheduler_block_size,
                    "Granularity of hits and saves, in tokens.")
       .def_prop_ro("hash_block_size", &Projection::hash_block_size, "Tokens per block hash.")
+      .def_prop_ro("hit_alignment", &Projection::hit_alignment,
+                   "Hits end on multiples of it, in tokens.")
+      .def_prop_ro("retention_interval", &Projection::retention_interval,
+                   "The engine's retention interval in tokens, or None.")
+      .def_prop_ro("model_total_kv_heads", &Projection::model_total_kv_heads,
+                   "KV heads of the model as the engine counts them, or None.")
       .def_prop_ro("replay_tokens", &Projection::replay_tokens,
                    "Tokens that stay to be computed after a hit, at least 1.")
       .def("max_hit", &Projection::max_hit, "prompt_tokens"_a,
@@ -463,6 +498,11 @@ Raises:
       [](const Projection& projection) { return to_python(validate_store(projection)); },
       "projection"_a, nb::sig("def validate_store(projection: Projection) -> list[Problem]"),
       "Every reason why a projection cannot be used with a store; an empty list when it can.");
+  module.def(
+      "validate_peer",
+      [](const Projection& projection) { return to_python(validate_peer(projection)); },
+      "projection"_a, nb::sig("def validate_peer(projection: Projection) -> list[Problem]"),
+      "Every reason why a projection cannot be used with a peer; an empty list when it can.");
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ Rule parse(std::string_view word, const std::array<Rule, N>& rules, const char* 
 }
 
 SpecRegistry with_kind(const SpecRegistry& registry, std::string name, std::string_view payload,
-                       bool dcp_sharded, bool prefix_cacheable, std::string_view hit,
+                       bool dcp_sharded, bool latent, bool prefix_cacheable, std::string_view hit,
                        std::optional<std::uint32_t> window, std::string_view save,
                        std::string_view peer, std::uint32_t replay_tokens,
                        bool fine_grained_lookup) {
@@ -71,27 +71,34 @@ SpecRegistry with_kind(const SpecRegistry& registry, std::string name, std::stri
   const bool windowed = hit_rule == HitRule::kWindow || hit_rule == HitRule::kChunk;
   if (window && windowed != (*window != 0)) {
     problems.add("window", std::to_string(*window),
-                 windowed ? "a positive integer, or None to take each group's sliding_window"
+                 windowed ? "a positive integer, or None to take each group's own"
                           : "0 for hit rule " + std::string(to_string(hit_rule)));
   } else if (!window && !windowed) {
     problems.add("window", "None", "0 for hit rule " + std::string(to_string(hit_rule)));
   }
   problems.throw_if_any(ErrorCode::kInvalidArgument, "spec kind");
+  const bool chunked = hit_rule == HitRule::kChunk;
+  const ParameterSet none{};
+  const ParameterSet own = chunked ? ParameterSet{SpecParameter::kAttentionChunk}
+                                   : ParameterSet{SpecParameter::kSlidingWindow};
   // Constants only: no call from here ever reaches Python.
-  return registry.with({.name = std::move(name),
-                        .payload = payload_kind,
-                        .needs_sliding_window = !window.has_value(),
-                        .dcp_sharded = dcp_sharded,
-                        .traits = [=](const CacheSpec& spec) {
-                          return SpecTraits{
-                              .prefix_cacheable = prefix_cacheable,
-                              .hit = hit_rule,
-                              .window = window ? *window : spec.sliding_window.value_or(0),
-                              .save = save_rule,
-                              .peer = peer_rule,
-                              .replay_tokens = spec.replay_tokens.value_or(replay_tokens),
-                              .fine_grained_lookup = fine_grained_lookup};
-                        }});
+  return registry.with(
+      {.name = std::move(name),
+       .payload = payload_kind,
+       .needs = window ? none : own,
+       .allows = none,
+       .dcp_sharded = dcp_sharded,
+       .latent = latent,
+       .traits = [=](const CacheSpec& spec) {
+         const auto& of_group = chunked ? spec.attention_chunk_size : spec.sliding_window;
+         return SpecTraits{.prefix_cacheable = prefix_cacheable,
+                           .hit = hit_rule,
+                           .window = window ? *window : of_group.value_or(0),
+                           .save = save_rule,
+                           .peer = peer_rule,
+                           .replay_tokens = spec.replay_tokens.value_or(replay_tokens),
+                           .fine_grained_lookup = fine_grained_lookup};
+       }});
 }
 
 }  // namespace
@@ -100,20 +107,22 @@ void bind_spec(nb::module_& module) {
   nb::class_<SpecRegistry>(module, "SpecRegistry",
                            "The known kinds of cache. A value: adding a kind makes a new registry.")
       .def_static("builtin", &SpecRegistry::builtin,
-                  "The registry of full_attention, sliding_window, mamba and circular_buffer.")
+                  "The registry of the kinds that docs/configuration.md lists.")
       .def(
           "with_kind", &with_kind, nb::kw_only(), "name"_a, "payload"_a, "dcp_sharded"_a,
-          "prefix_cacheable"_a, "hit"_a, "window"_a.none(), "save"_a, "peer"_a, "replay_tokens"_a,
-          "fine_grained_lookup"_a,
+          "latent"_a, "prefix_cacheable"_a, "hit"_a, "window"_a.none(), "save"_a, "peer"_a,
+          "replay_tokens"_a, "fine_grained_lookup"_a,
           R"(This registry and one more kind. Nothing has a default: leaving out an argument is a TypeError.
 
 Args:
     name: What a group's ``kind`` says; not taken yet.
     payload: What a group of it declares: ``attention`` sizes, ``state`` tensors or ``raw`` bytes.
     dcp_sharded: Whether decode context parallelism spreads its positions.
+    latent: Whether it keeps one vector a position, the same on every tensor rank (MLA).
     prefix_cacheable: Whether it may enter a hash-addressed store.
     hit: Objects that make a prefix usable: ``prefix``, ``window``, ``chunk``, ``last_state`` or ``never``.
-    window: Tokens of a ``window`` or ``chunk`` rule; None takes each group's ``sliding_window``; else 0.
+    window: Tokens of a ``window`` or ``chunk`` rule, else 0; None takes each group's own ``sliding_window`` or
+        ``attention_chunk_size``.
     save: Where saved bytes come from: ``positional``, ``hand_off`` or ``never``.
     peer: What travels from prefill to decode: ``suffix``, ``window``, ``state``, ``whole`` or ``none``.
     replay_tokens: Tokens recomputed after a hit before the cache is whole again; a group may give its own.

@@ -45,6 +45,7 @@ from ._core import (
     memory_store,
     mooncake_store,
     rank_position,
+    validate_peer,
     validate_store,
 )
 from ._core import version as __version__
@@ -90,5 +91,6 @@ __all__ = [
     "memory_store",
     "mooncake_store",
     "rank_position",
+    "validate_peer",
     "validate_store",
 ]

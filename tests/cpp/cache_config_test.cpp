@@ -90,7 +90,8 @@ TEST(CacheConfigJson, WritesWhatItReads) {
 
 TEST(CacheConfigJson, WritesWindowsAndRawKinds) {
   const SpecRegistry registry = SpecRegistry::builtin().with(
-      SpecKind{"blob", PayloadKind::kRaw, false, false, [](const CacheSpec&) {
+      SpecKind{"blob", PayloadKind::kRaw, ParameterSet{}, ParameterSet{}, false, false,
+               [](const CacheSpec&) {
                  return SpecTraits{
                      true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, false};
                }});
@@ -100,6 +101,98 @@ TEST(CacheConfigJson, WritesWindowsAndRawKinds) {
   config.groups[1].spec.kind = "blob";
   config.groups[1].spec.payload = RawPayload{4096};
   EXPECT_EQ(cache_config_from_json(to_json(config), registry), config);
+}
+
+TEST(CacheConfigJson, WritesEveryParameterAndPayload) {
+  CacheConfig config = read(kHybrid);
+  config.cache_hit_alignment_tokens = 100;
+  config.prefix_cache_retention_interval = 0;
+  config.use_eagle = true;
+  config.model_total_kv_heads = 8;
+  auto& attention = std::get<AttentionPayload>(config.groups[0].spec.payload);
+  attention.states_per_token = 2;
+  attention.num_head_slots = 3;
+  attention.state_content_bytes = 100;
+  attention.max_tp_shards = 2;
+  attention.cache_dtype = "fp8_ds_mla";
+  config.groups[0].spec.dcp_sharded = false;
+  auto& state = std::get<StatePayload>(config.groups[2].spec.payload);
+  state.num_speculative_blocks = 2;
+  state.num_prefill_checkpoint_blocks = 1;
+  state.prefill_checkpoint_alignment = 64;
+  state.tp_replicated = true;
+  EXPECT_EQ(read(to_json(config)), config);
+}
+
+TEST(CacheConfigJson, WritesTheParametersOfEveryKind) {
+  CacheConfig config = read(kHybrid);
+  config.groups.erase(config.groups.begin() + 1, config.groups.end());
+  const auto add = [&](std::string kind, auto&& change) {
+    config.groups.push_back(config.groups[0]);
+    GroupConfig& group = config.groups.back();
+    group.spec.kind = std::move(kind);
+    group.layers = {"layer." + std::to_string(config.groups.size())};
+    change(group.spec);
+  };
+  add("rswa", [](CacheSpec& spec) { spec.rswa_window = 128; });
+  add("sink_full_attention", [](CacheSpec& spec) { spec.sink_len = 1600; });
+  add("chunked_local_attention", [](CacheSpec& spec) { spec.attention_chunk_size = 8192; });
+  add("sliding_window_mla", [](CacheSpec& spec) {
+    spec.sliding_window = 128;
+    spec.extra_retained_tokens = 2;
+    spec.bounded_replay = true;
+  });
+  add("hisparse_hot", [](CacheSpec& spec) {
+    spec.payload = RawPayload{4096};
+    spec.blocks_per_request = 7;
+  });
+  EXPECT_EQ(read(to_json(config)), config);
+}
+
+// A latent cache has no value half unless it says so.
+TEST(CacheConfigJson, ALatentKindHasNoValuesByDefault) {
+  std::string text = one_group(kAttention);
+  text.replace(text.find("full_attention"), 14, "mla_attention");
+  const CacheConfig config = read(text);
+  EXPECT_EQ(std::get<AttentionPayload>(config.groups[0].spec.payload).head_size_v, 0U);
+}
+
+std::string uniform(const std::string& members, const std::string& extra = "") {
+  return R"({"num_blocks": 4, "groups": [{"kind": "uniform", )" + extra + R"("members": [)" +
+         members + "]}]}";
+}
+std::string member(const std::string& layers, const std::string& heads = "2") {
+  return R"({"kind": "full_attention", "layers": [)" + layers +
+         R"(], "block_size": 16, "head_size": 64, "dtype": "float16", "num_kv_heads": )" + heads +
+         "}";
+}
+
+TEST(CacheConfigJson, ReadsAndWritesAWrapper) {
+  const CacheConfig config = read(uniform(member(R"("a", "c")") + "," + member(R"("b")", "4"),
+                                          R"("layers": ["a", "b", "c"], )"));
+  const GroupConfig& group = config.groups[0];
+  EXPECT_EQ(group.spec.kind, "uniform");
+  EXPECT_THAT(group.layers, ElementsAre("a", "b", "c"));
+  ASSERT_EQ(group.members.size(), 2U);
+  EXPECT_EQ(std::get<AttentionPayload>(group.members[1].spec.payload).num_kv_heads, 4U);
+  EXPECT_THAT(group.members[1].layers, ElementsAre("b"));
+  EXPECT_EQ(read(to_json(config)), config);
+}
+
+TEST(CacheConfigJson, TellsEveryProblemInsideAWrapper) {
+  EXPECT_THAT(paths_of(uniform(member(R"("a")", "0") + R"(, 3, {"kind": "mambo"})")),
+              UnorderedElementsAre("groups[0].members[0].num_kv_heads", "groups[0].members[1]",
+                                   "groups[0].members[2].kind", "groups[0].members[2].layers",
+                                   "groups[0].members[2].block_size"));
+  EXPECT_THAT(paths_of(uniform("")), ElementsAre("groups[0].members"));
+  EXPECT_THAT(paths_of(uniform(member(R"("a")"), R"("block_size": 16, )")),
+              ElementsAre("groups[0].block_size"));
+  EXPECT_THAT(paths_of(uniform(member(R"("a", "b")"), R"("layers": ["a", "c"], )")),
+              ElementsAre("groups[0].layers", "groups[0].layers"));
+  EXPECT_THAT(paths_of(uniform(member(R"("a")") + "," + member(R"("a")"))),
+              ElementsAre("groups[0].members[1].layers[0]"));
+  EXPECT_THAT(paths_of(one_group(kAttention + std::string(R"(, "members": [])"))),
+              ElementsAre("groups[0].members"));
 }
 
 TEST(CacheConfigJson, UnknownKeysAreErrorsWithASuggestion) {
@@ -146,9 +239,8 @@ TEST(CacheConfigJson, NumbersMustBePositiveIntegersInRange) {
 TEST(CacheConfigJson, UnknownKindListsTheKnownOnes) {
   const Error error =
       error_of(one_group(R"("kind": "mambo", "layers": ["a"], "block_size": 16, "shapes": [[1]])"));
-  EXPECT_THAT(error.what(),
-              AllOf(HasSubstr("full_attention, sliding_window, mamba, circular_buffer"),
-                    HasSubstr("did you mean 'mamba'?")));
+  EXPECT_THAT(error.what(), AllOf(HasSubstr("full_attention, mla_attention, hidden_state, rswa, "),
+                                  HasSubstr("did you mean 'mamba'?")));
 }
 
 TEST(CacheConfigJson, ALayerBelongsToOneGroup) {

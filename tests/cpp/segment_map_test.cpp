@@ -34,12 +34,13 @@ GroupConfig blob(std::string kind, std::uint64_t page, std::vector<std::string> 
 
 SpecRegistry registry() {
   return SpecRegistry::builtin()
-      .with({"blob", PayloadKind::kRaw, false, false,
+      .with({"blob", PayloadKind::kRaw, ParameterSet{}, ParameterSet{}, false, false,
              [](const CacheSpec&) {
                return SpecTraits{
                    true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, false};
              }})
-      .with({"scratch", PayloadKind::kRaw, false, false, [](const CacheSpec&) {
+      .with({"scratch", PayloadKind::kRaw, ParameterSet{}, ParameterSet{}, false, false,
+             [](const CacheSpec&) {
                return SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 0,
                                  false};
              }});

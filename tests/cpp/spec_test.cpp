@@ -9,6 +9,7 @@ namespace kvprism {
 namespace {
 
 using testing::ElementsAre;
+using testing::ElementsAreArray;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
@@ -104,8 +105,11 @@ static_assert(!Takes<SpecTraits, bool, HitRule, std::uint32_t>);
 static_assert(!Takes<SpecTraits, bool, HitRule>);
 static_assert(!Takes<SpecTraits, bool>);
 static_assert(!Takes<SpecTraits>);
-static_assert(Takes<SpecKind, std::string, PayloadKind, bool, bool>);
-static_assert(!Takes<SpecKind, std::string, PayloadKind, bool>);
+static_assert(Takes<SpecKind, std::string, PayloadKind, ParameterSet, ParameterSet, bool, bool>);
+static_assert(!Takes<SpecKind, std::string, PayloadKind, ParameterSet, ParameterSet, bool>);
+static_assert(!Takes<SpecKind, std::string, PayloadKind, ParameterSet, ParameterSet>);
+static_assert(!Takes<SpecKind, std::string, PayloadKind, ParameterSet>);
+static_assert(!Takes<SpecKind, std::string, PayloadKind>);
 static_assert(!Takes<SpecKind, std::string>);
 
 TEST(DTypes, NamesRoundTripAndHaveASize) {
@@ -138,6 +142,33 @@ TEST(PageBytes, PaddingCountsForTheEngineOnly) {
   EXPECT_EQ(unpadded_page_bytes(spec), 8192U);
 }
 
+// An engine that packs says how many rows a position has and how long one is.
+TEST(PageBytes, FollowTheDeclaredPacking) {
+  CacheSpec spec = attention(64);
+  spec.kind = "mla_attention";
+  auto& payload = std::get<AttentionPayload>(spec.payload);
+  payload.num_kv_heads = 1;
+  payload.state_content_bytes = 656;
+  EXPECT_EQ(page_axes(spec), (PageAxes{1, 64, 656}));
+  payload.num_head_slots = 2;
+  EXPECT_EQ(unpadded_page_bytes(spec), 2U * 64 * 656);
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  payload.state_content_bytes = 0;
+  payload.num_head_slots = 0;
+  EXPECT_THAT(paths_of(spec),
+              ElementsAre("groups[0].num_head_slots", "groups[0].state_content_bytes"));
+  EXPECT_EQ(page_axes(mamba(800)), (PageAxes{1, 1, 542}));
+}
+
+// R15: a ring of integers and keys is bytes, and sizes count bytes.
+TEST(PageBytes, OfOpaqueContentAreItsBytes) {
+  CacheSpec spec = ring(8);
+  spec.payload = AttentionPayload{
+      .num_kv_heads = 1, .head_size = 8 + 128 * 2, .head_size_v = 0, .dtype = DType::kOpaque};
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  EXPECT_EQ(page_size_bytes(spec), 8U * (8 + 256));
+}
+
 TEST(PageBytes, SaturateInsteadOfWrapping) {
   CacheSpec spec = attention(0xFFFFFFFF);
   spec.payload = AttentionPayload{0xFFFFFFFF, 0, 0xFFFFFFFF, 0xFFFFFFFF, DType::kFloat32, 1};
@@ -164,6 +195,36 @@ TEST(TokensPerBlock, ContextRanksSpreadOnlyWhatIsSharded) {
   EXPECT_EQ(tokens_per_block(ring(8), parallel, registry), 8U);
 }
 
+// A spec's own word on context ranks goes before its kind's.
+TEST(TokensPerBlock, ASpecMaySayThatContextRanksDoNotShareIt) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  const ParallelSizes parallel{.tp = 4, .dcp = 4};
+  CacheSpec spec = attention(16);
+  spec.dcp_sharded = false;
+  EXPECT_EQ(tokens_per_block(spec, parallel, registry), 16U);
+  spec = ring(8);
+  spec.dcp_sharded = true;
+  EXPECT_EQ(tokens_per_block(spec, parallel, registry), 32U);
+}
+
+// Pooled encoder blocks keep several positions of one token.
+TEST(TokensPerBlock, CountsSeveralStatesOfAToken) {
+  const SpecRegistry registry = SpecRegistry::builtin();
+  CacheSpec spec = attention(64);
+  auto& payload = std::get<AttentionPayload>(spec.payload);
+  payload.states_per_token = 4;
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  EXPECT_EQ(tokens_per_block(spec, {.tp = 2, .dcp = 2}, registry), 32U);
+  EXPECT_EQ(unpadded_page_bytes(spec), 2U * 64 * 128 * 2);
+  payload.states_per_token = 3;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].states_per_token"));
+  EXPECT_EQ(error_of([&] { tokens_per_block(spec, {}, registry); }).code(),
+            ErrorCode::kInvalidConfig);
+  payload.states_per_token = 4;
+  payload.compression = 2;
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].states_per_token"));
+}
+
 TEST(TokensPerBlock, RefusesAProductThatDoesNotFit) {
   const Error error = error_of([] {
     tokens_per_block(attention(0x7FFFFFFF), {.tp = 2, .dcp = 2}, SpecRegistry::builtin());
@@ -171,25 +232,70 @@ TEST(TokensPerBlock, RefusesAProductThatDoesNotFit) {
   EXPECT_EQ(error.code(), ErrorCode::kInvalidConfig);
 }
 
+CacheSpec of_kind(std::string kind) {
+  CacheSpec spec = attention(16);
+  spec.kind = std::move(kind);
+  if (spec.kind == "mamba") return mamba(800);
+  if (spec.kind == "rswa") spec.rswa_window = 128;
+  if (spec.kind == "sink_full_attention") spec.sink_len = 32;
+  if (spec.kind == "chunked_local_attention") spec.attention_chunk_size = 8192;
+  if (spec.kind == "sliding_window" || spec.kind == "sliding_window_mla")
+    spec.sliding_window = 1024;
+  if (spec.kind == "hisparse_hot" || spec.kind == "hisparse_resident")
+    spec.payload = RawPayload{4096};
+  if (spec.kind == "hisparse_hot") spec.blocks_per_request = 4;
+  return spec;
+}
+
 TEST(Traits, OfTheBuiltinKinds) {
   const SpecRegistry registry = SpecRegistry::builtin();
-  EXPECT_THAT(registry.names(),
-              ElementsAre("full_attention", "sliding_window", "mamba", "circular_buffer"));
+  const SpecTraits prefix{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0,
+                          true};
+  const SpecTraits window{true, HitRule::kWindow, 1024, SaveRule::kPositional, PeerRule::kWindow, 0,
+                          false};
+  const SpecTraits chunk{true, HitRule::kChunk, 8192, SaveRule::kPositional, PeerRule::kWindow, 0,
+                         false};
+  const SpecTraits state{true, HitRule::kLastState, 0, SaveRule::kHandOff, PeerRule::kState, 0,
+                         true};
+  const SpecTraits whole{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 0, false};
+  const SpecTraits none{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kNone, 0, false};
+  const std::pair<const char*, SpecTraits> expected[] = {
+      {"full_attention", prefix},       {"mla_attention", prefix},
+      {"hidden_state", prefix},         {"rswa", prefix},
+      {"sink_full_attention", prefix},  {"chunked_local_attention", chunk},
+      {"sliding_window", window},       {"sliding_window_mla", window},
+      {"circular_buffer", whole},       {"mamba", state},
+      {"encoder_only_attention", none}, {"cross_attention", whole},
+      {"hisparse_hot", none},           {"hisparse_resident", none},
+  };
+  std::vector<std::string> names;
+  for (const auto& [kind, traits] : expected) {
+    names.emplace_back(kind);
+    EXPECT_THAT(problems_of(of_kind(kind)), IsEmpty()) << kind;
+    EXPECT_EQ(registry.traits_of(of_kind(kind)), traits) << kind;
+  }
+  EXPECT_THAT(registry.names(), ElementsAreArray(names));
+}
 
+// A draft model looks back further than the window: W - 1 + extra tokens must be there.
+TEST(Traits, AWindowCoversWhatDraftsRetain) {
+  for (const char* const kind : {"sliding_window", "sliding_window_mla"}) {
+    CacheSpec spec = of_kind(kind);
+    spec.extra_retained_tokens = 3;
+    EXPECT_THAT(problems_of(spec), IsEmpty());
+    EXPECT_EQ(SpecRegistry::builtin().traits_of(spec).window, 1027U);
+  }
+}
+
+TEST(Traits, ABoundedReplayKeepsAWindowOutOfTheStore) {
+  CacheSpec spec = of_kind("sliding_window_mla");
+  spec.bounded_replay = true;
+  EXPECT_THAT(problems_of(spec), IsEmpty());
   EXPECT_EQ(
-      registry.traits_of(attention(16)),
-      (SpecTraits{true, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kSuffix, 0, true}));
-  CacheSpec window = attention(16);
-  window.kind = "sliding_window";
-  window.sliding_window = 1024;
-  EXPECT_EQ(registry.traits_of(window),
-            (SpecTraits{true, HitRule::kWindow, 1024, SaveRule::kPositional, PeerRule::kWindow, 0,
-                        false}));
-  EXPECT_EQ(
-      registry.traits_of(mamba(800)),
-      (SpecTraits{true, HitRule::kLastState, 0, SaveRule::kHandOff, PeerRule::kState, 0, true}));
-  EXPECT_EQ(registry.traits_of(ring(8)),
-            (SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWhole, 0, false}));
+      SpecRegistry::builtin().traits_of(spec),
+      (SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWindow, 1024, false}));
+  spec.kind = "sliding_window";
+  EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].bounded_replay"));
 }
 
 TEST(Traits, ARingMayDeclareItsRebuildDistance) {
@@ -214,7 +320,7 @@ TEST(Registry, UnknownKindListsTheKnownOnes) {
   spec.kind = "ful_attention";
   const Error error = error_of([&] { SpecRegistry::builtin().traits_of(spec); });
   EXPECT_EQ(error.code(), ErrorCode::kInvalidConfig);
-  EXPECT_THAT(error.what(), HasSubstr("full_attention, sliding_window, mamba, circular_buffer"));
+  EXPECT_THAT(error.what(), HasSubstr("full_attention, mla_attention, hidden_state, rswa, "));
   EXPECT_THAT(error.what(), HasSubstr("did you mean 'full_attention'?"));
   EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].kind"));
 }
@@ -265,6 +371,44 @@ TEST(Registry, RefusesAWindowThatIsMissingOrHasNoUse) {
   EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].sliding_window"));
 }
 
+// Each parameter is needed by some kinds, allowed for others and refused for the rest.
+TEST(Registry, RefusesParametersThatAreMissingOrHaveNoUse) {
+  struct Row {
+    const char* kind;
+    std::string path;
+    std::optional<std::uint32_t> CacheSpec::* member;
+  };
+  const Row rows[] = {
+      {"sliding_window", "groups[0].sliding_window", &CacheSpec::sliding_window},
+      {"sliding_window_mla", "groups[0].sliding_window", &CacheSpec::sliding_window},
+      {"chunked_local_attention", "groups[0].attention_chunk_size",
+       &CacheSpec::attention_chunk_size},
+      {"rswa", "groups[0].rswa_window", &CacheSpec::rswa_window},
+      {"sink_full_attention", "groups[0].sink_len", &CacheSpec::sink_len},
+      {"hisparse_hot", "groups[0].blocks_per_request", &CacheSpec::blocks_per_request},
+  };
+  for (const Row& row : rows) {
+    CacheSpec spec = of_kind(row.kind);
+    (spec.*row.member).reset();
+    ASSERT_EQ(problems_of(spec).size(), 1U) << row.kind;
+    EXPECT_EQ(problems_of(spec)[0].path, row.path);
+    EXPECT_EQ(problems_of(spec)[0].hint, "kind '" + std::string(row.kind) + "' needs it");
+    spec.*row.member = 0;
+    EXPECT_THAT(paths_of(spec), ElementsAre(row.path)) << row.kind;
+    CacheSpec other = attention(16);
+    other.*row.member = 32;
+    EXPECT_THAT(paths_of(other), ElementsAre(row.path)) << row.kind;
+  }
+  CacheSpec other = attention(16);
+  other.extra_retained_tokens = 1;
+  other.bounded_replay = true;
+  EXPECT_THAT(paths_of(other),
+              ElementsAre("groups[0].extra_retained_tokens", "groups[0].bounded_replay"));
+  CacheSpec sink = of_kind("sink_full_attention");
+  sink.sink_len = 24;
+  EXPECT_THAT(paths_of(sink), ElementsAre("groups[0].sink_len"));
+}
+
 TEST(Registry, RefusesThePayloadOfAnotherKind) {
   CacheSpec spec = mamba(800);
   spec.kind = "full_attention";
@@ -274,8 +418,10 @@ TEST(Registry, RefusesThePayloadOfAnotherKind) {
 SpecKind tail_kind(SpecTraits traits) {
   return SpecKind{.name = "pool_tail",
                   .payload = PayloadKind::kRaw,
-                  .needs_sliding_window = false,
+                  .needs = ParameterSet{},
+                  .allows = ParameterSet{},
                   .dcp_sharded = false,
+                  .latent = false,
                   .traits = [traits](const CacheSpec&) { return traits; }};
 }
 
@@ -298,6 +444,8 @@ TEST(Registry, RefusesATakenOrEmptyNameAndAMissingFunction) {
   const SpecRegistry registry = SpecRegistry::builtin();
   SpecKind kind = *registry.find("mamba");
   EXPECT_EQ(error_of([&] { registry.with(kind); }).code(), ErrorCode::kInvalidArgument);
+  kind.name = "uniform";
+  EXPECT_THAT(error_of([&] { registry.with(kind); }).what(), HasSubstr("it is the wrapper's"));
   kind.name.clear();
   kind.traits = nullptr;
   EXPECT_EQ(error_of([&] { registry.with(kind); }).problems().size(), 2U);

@@ -17,6 +17,8 @@ def without(group: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != key}
 
 
+KINDS = ", ".join(kvprism.SpecRegistry.builtin().names())
+
 BAD = {
     "unknown key": (
         config(attention(blok_size=3)),
@@ -37,7 +39,7 @@ BAD = {
     ),
     "missing kind": (
         config(without(attention(), "kind")),
-        "groups[0].kind: expected one of full_attention, sliding_window, mamba, circular_buffer",
+        f"groups[0].kind: expected one of {KINDS}",
     ),
     "missing mode": (
         config(without(mamba(), "mamba_cache_mode")),
@@ -66,8 +68,7 @@ BAD = {
     "group that is no object": (config("mamba"), 'groups[0] = "mamba": expected an object'),
     "unknown kind": (
         config(attention(kind="ful_attention")),
-        "expected one of the known kinds: full_attention, sliding_window, mamba, circular_buffer "
-        "(did you mean 'full_attention'?)",
+        f"expected one of the known kinds: {KINDS} (did you mean 'full_attention'?)",
     ),
     "unknown dtype": (
         config(attention(dtype="bf16")),
@@ -112,7 +113,7 @@ BAD = {
     ),
     "window without use": (
         config(attention(sliding_window=8)),
-        "groups[0].sliding_window = 8: expected no window for kind 'full_attention'",
+        "groups[0].sliding_window = 8: expected no sliding_window for kind 'full_attention'",
     ),
     "context ranks that do not divide": (
         config(parallel={"tp": 4, "dcp": 3}),

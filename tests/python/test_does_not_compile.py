@@ -41,8 +41,10 @@ SpecRegistry add(const SpecRegistry& registry, Function traits) {{
 """
 KIND_MEMBERS = [
     ".payload = PayloadKind::kRaw",
-    ".needs_sliding_window = false",
+    ".needs = ParameterSet{}",
+    ".allows = ParameterSet{}",
     ".dcp_sharded = false",
+    ".latent = false",
 ]
 
 INDEX = """

@@ -172,6 +172,7 @@ KIND: dict[str, Any] = {
     "name": "pool_tail",
     "payload": "raw",
     "dcp_sharded": False,
+    "latent": False,
     "prefix_cacheable": False,
     "hit": "never",
     "window": 0,

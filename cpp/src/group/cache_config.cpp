@@ -6,188 +6,47 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <span>
 #include <utility>
 
 #include "group/config_check.h"
+#include "group/json_object.h"
+#include "group/spec_json.h"
 #include "group/utf8.h"
 
 namespace kvprism {
 namespace {
 
+using detail::indexed;
+using detail::JsonObject;
+using detail::or_null;
+using detail::spell;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-constexpr std::uint64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
-constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 40;
 // A config of a thousand layers takes a tenth of a megabyte; this only stops endless devices.
 constexpr std::size_t kMaxFileBytes = std::size_t{64} << 20;
 
-constexpr std::array<std::string_view, 8> kTopKeys{
-    "num_blocks",      "kv_layout",  "parallel",  "scheduler_block_size",
-    "hash_block_size", "key_schema", "namespace", "groups"};
+constexpr std::array<std::string_view, 12> kTopKeys{"num_blocks",
+                                                    "kv_layout",
+                                                    "parallel",
+                                                    "scheduler_block_size",
+                                                    "hash_block_size",
+                                                    "cache_hit_alignment_tokens",
+                                                    "prefix_cache_retention_interval",
+                                                    "use_eagle",
+                                                    "model_total_kv_heads",
+                                                    "key_schema",
+                                                    "namespace",
+                                                    "groups"};
 constexpr std::array<std::string_view, 4> kParallelKeys{"tp", "pp", "pcp", "dcp"};
-constexpr std::array<std::string_view, 10> kGroupKeys{"kind",
-                                                      "layers",
-                                                      "block_size",
-                                                      "sliding_window",
-                                                      "page_size_padded",
-                                                      "replay_tokens",
-                                                      "enable_kv_transfer",
-                                                      "is_eagle_group",
-                                                      "host_resident",
-                                                      "role"};
-constexpr std::array<std::string_view, 6> kAttentionKeys{
-    "num_kv_heads", "total_num_kv_heads", "head_size", "head_size_v", "dtype", "compression"};
-constexpr std::array<std::string_view, 3> kStateKeys{"shapes", "dtypes", "mamba_cache_mode"};
-constexpr std::array<std::string_view, 1> kRawKeys{"page_size_bytes"};
-
-// A short spelling of a value; lists and objects are only counted, however deep they are.
-std::string spell(const json& value) {
-  if (value.is_array()) return "a list of " + std::to_string(value.size());
-  if (value.is_object()) return "an object";
-  std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
-  if (text.size() > 60) {
-    std::size_t cut = 57;
-    while (cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0) == 0x80) --cut;
-    text.resize(cut);
-    text += "...";
-  }
-  return text;
-}
-
-std::string indexed(const std::string& path, std::size_t at) {
-  return path + "[" + std::to_string(at) + "]";
-}
-
-std::string at_most(std::uint64_t max) { return "at most " + std::to_string(max); }
-
-// One JSON object of the schema: typed reads, then the keys that nobody knows.
-class Object {
- public:
-  Object(const json& value, std::string path, ProblemList& problems)
-      : value_(value), path_(std::move(path)), problems_(problems) {}
-
-  std::string at(std::string_view key) const {
-    return path_.empty() ? std::string(key) : path_ + "." + std::string(key);
-  }
-
-  // Null when absent; null in JSON counts as absent for an optional key.
-  const json* get(std::string_view key, std::string_view expected, bool required) {
-    const auto found = value_.find(key);
-    if (found == value_.end()) {
-      if (required) problems_.add(at(key), {}, std::string(expected), "missing");
-      return nullptr;
-    }
-    if (found->is_null() && !required) return nullptr;
-    return &*found;
-  }
-
-  template <class T>
-  void integer(std::string_view key, T& out, bool required, std::uint64_t min = 1,
-               std::uint64_t max = kMaxInt) {
-    const std::string expected = min == 0 ? "an integer of at least 0" : "a positive integer";
-    const json* const found = get(key, expected, required);
-    if (found == nullptr) return;
-    if (const auto value = count(*found, at(key), expected, min, max)) out = static_cast<T>(*value);
-  }
-
-  template <class T>
-  void integer(std::string_view key, std::optional<T>& out, bool required, std::uint64_t min = 1,
-               std::uint64_t max = kMaxInt) {
-    const json* const found = get(key, "", false);
-    if (found == nullptr) {
-      if (required) problems_.add(at(key), {}, "a positive integer", "missing");
-      return;
-    }
-    T value{};
-    integer(key, value, true, min, max);
-    out = value;
-  }
-
-  void text(std::string_view key, std::string& out, bool required, std::string_view expected) {
-    const json* const found = get(key, expected, required);
-    if (found == nullptr) return;
-    if (!found->is_string()) {
-      problems_.add(at(key), spell(*found), std::string(expected));
-      return;
-    }
-    out = found->get<std::string>();
-  }
-
-  void flag(std::string_view key, bool& out) {
-    const json* const found = get(key, "true or false", false);
-    if (found == nullptr) return;
-    if (!found->is_boolean()) {
-      problems_.add(at(key), spell(*found), "true or false");
-      return;
-    }
-    out = found->get<bool>();
-  }
-
-  const json* list(std::string_view key, std::string_view expected, bool required) {
-    const json* const found = get(key, expected, required);
-    if (found == nullptr || found->is_array()) return found;
-    problems_.add(at(key), spell(*found), std::string(expected));
-    return nullptr;
-  }
-
-  void texts(std::string_view key, std::vector<std::string>& out, std::string_view expected) {
-    const json* const items = list(key, expected, true);
-    if (items == nullptr) return;
-    for (std::size_t i = 0; i < items->size(); ++i) {
-      const json& item = (*items)[i];
-      if (item.is_string()) {
-        out.push_back(item.get<std::string>());
-      } else {
-        problems_.add(indexed(at(key), i), spell(item), "a string");
-      }
-    }
-  }
-
-  std::optional<std::uint64_t> count(const json& value, const std::string& path,
-                                     const std::string& expected, std::uint64_t min,
-                                     std::uint64_t max) {
-    if (value.is_number_unsigned()) {
-      const auto number = value.get<std::uint64_t>();
-      if (number >= min && number <= max) return number;
-      problems_.add(path, spell(value), number < min ? expected : at_most(max));
-    } else {
-      problems_.add(path, spell(value), expected,
-                    value.is_number_float() ? "write it without a point or an exponent" : "");
-    }
-    return std::nullopt;
-  }
-
-  void refuse_others(std::span<const std::string_view> known) {
-    for (const auto& [key, value] : value_.items()) {
-      if (std::find(known.begin(), known.end(), key) != known.end()) continue;
-      problems_.add(at(key), spell(value), "a known key", suggest(key, known));
-    }
-  }
-
-  // Keys that belong to another payload than `kind` has.
-  void refuse_foreign(const std::string& kind, std::span<const std::string_view> known,
-                      std::span<const std::string_view> everywhere) {
-    for (const auto& [key, value] : value_.items()) {
-      if (std::find(known.begin(), known.end(), key) != known.end()) continue;
-      if (std::find(everywhere.begin(), everywhere.end(), key) != everywhere.end()) {
-        problems_.add(at(key), spell(value), "no such key for kind '" + kind + "'");
-      } else {
-        problems_.add(at(key), spell(value), "a known key", suggest(key, known));
-      }
-    }
-  }
-
- private:
-  const json& value_;
-  std::string path_;
-  ProblemList& problems_;
-};
+constexpr std::array<std::string_view, 5> kGroupKeys{"layers", "enable_kv_transfer",
+                                                     "is_eagle_group", "host_resident", "role"};
+constexpr std::array<std::string_view, 7> kUniformKeys{
+    "kind", "members", "layers", "enable_kv_transfer", "is_eagle_group", "host_resident", "role"};
+constexpr std::array<std::string_view, 1> kMemberKeys{"layers"};
 
 class Reader {
  public:
@@ -195,18 +54,23 @@ class Reader {
 
   CacheConfig read(const json& root) {
     CacheConfig config;
-    Object top(root, "", problems_);
+    JsonObject top(root, "", problems_);
     top.integer("num_blocks", config.num_blocks, true);
     top.text("kv_layout", config.kv_layout, false, "a layout name");
     top.integer("scheduler_block_size", config.scheduler_block_size, false);
     top.integer("hash_block_size", config.hash_block_size, false);
+    top.integer("cache_hit_alignment_tokens", config.cache_hit_alignment_tokens, false);
+    top.integer("prefix_cache_retention_interval", config.prefix_cache_retention_interval, false,
+                0);
+    top.flag("use_eagle", config.use_eagle);
+    top.integer("model_total_kv_heads", config.model_total_kv_heads, false);
     top.text("key_schema", config.key_schema, false, "a schema name");
     top.text("namespace", config.key_namespace, false, "a string");
     if (const json* const parallel = top.get("parallel", "an object", false))
       read_parallel(*parallel, config.parallel);
     if (const json* const groups = top.list("groups", "a list of groups", true)) {
       for (std::size_t g = 0; g < groups->size(); ++g)
-        config.groups.push_back(read_group((*groups)[g], g));
+        config.groups.push_back(read_group((*groups)[g], detail::group_path(g)));
     }
     top.refuse_others(kTopKeys);
     return config;
@@ -220,7 +84,7 @@ class Reader {
       problems_.add("parallel", spell(value), "an object with tp, pp, pcp, dcp");
       return;
     }
-    Object object(value, "parallel", problems_);
+    JsonObject object(value, "parallel", problems_);
     object.integer("tp", parallel.tp, false);
     object.integer("pp", parallel.pp, false);
     object.integer("pcp", parallel.pcp, false);
@@ -228,121 +92,45 @@ class Reader {
     object.refuse_others(kParallelKeys);
   }
 
-  GroupConfig read_group(const json& value, std::size_t at) {
+  GroupConfig read_group(const json& value, const std::string& path) {
     GroupConfig group;
-    const std::string path = detail::group_path(at);
     if (!value.is_object()) {
       problems_.add(path, spell(value), "an object that describes a group");
       return group;
     }
-    Object object(value, path, problems_);
+    JsonObject object(value, path, problems_);
     object.text("kind", group.spec.kind, true, detail::one_of(registry_.names()));
-    object.texts("layers", group.layers, "a list of layer names");
-    object.integer("block_size", group.spec.block_size, true);
-    object.integer("sliding_window", group.spec.sliding_window, false);
-    object.integer("page_size_padded", group.spec.page_size_padded, false, 1, kMaxBytes);
-    object.integer("replay_tokens", group.spec.replay_tokens, false, 0);
     object.flag("enable_kv_transfer", group.enable_kv_transfer);
     object.flag("is_eagle_group", group.is_eagle_group);
     object.flag("host_resident", group.host_resident);
     object.text("role", group.role, false, "a string");
-    read_payload(object, group.spec);
+    if (group.spec.kind == kUniformKind) {
+      read_members(object, group);
+      object.refuse_others(kUniformKeys);
+    } else {
+      object.texts("layers", group.layers, true, "a list of layer names");
+      detail::read_spec(object, registry_, kGroupKeys, problems_, group.spec);
+    }
     return group;
   }
 
-  void read_payload(Object& object, CacheSpec& spec) {
-    static const std::vector<std::string_view> everywhere = [] {
-      std::vector<std::string_view> keys(kGroupKeys.begin(), kGroupKeys.end());
-      keys.insert(keys.end(), kAttentionKeys.begin(), kAttentionKeys.end());
-      keys.insert(keys.end(), kStateKeys.begin(), kStateKeys.end());
-      keys.insert(keys.end(), kRawKeys.begin(), kRawKeys.end());
-      return keys;
-    }();
-    const SpecKind* const kind = registry_.find(spec.kind);
-    if (kind == nullptr) {
-      object.refuse_others(everywhere);
-      return;
-    }
-    std::vector<std::string_view> known(kGroupKeys.begin(), kGroupKeys.end());
-    switch (kind->payload.get()) {
-      case PayloadKind::kAttention:
-        known.insert(known.end(), kAttentionKeys.begin(), kAttentionKeys.end());
-        spec.payload = read_attention(object);
-        break;
-      case PayloadKind::kState:
-        known.insert(known.end(), kStateKeys.begin(), kStateKeys.end());
-        spec.payload = read_state(object);
-        break;
-      case PayloadKind::kRaw: {
-        known.insert(known.end(), kRawKeys.begin(), kRawKeys.end());
-        RawPayload raw_bytes;
-        object.integer("page_size_bytes", raw_bytes.page_size_bytes, true, 1, kMaxBytes);
-        spec.payload = raw_bytes;
-        break;
+  void read_members(JsonObject& object, GroupConfig& group) {
+    object.texts("layers", group.layers, false, "a list of layer names");
+    const json* const members = object.list("members", "a list of specs with layers", true);
+    if (members == nullptr) return;
+    for (std::size_t m = 0; m < members->size(); ++m) {
+      LayerSpec& member = group.members.emplace_back();
+      const json& value = (*members)[m];
+      const std::string path = indexed(object.at("members"), m);
+      if (!value.is_object()) {
+        problems_.add(path, spell(value), "an object that describes layers of one spec");
+        continue;
       }
+      JsonObject of_member(value, path, problems_);
+      of_member.text("kind", member.spec.kind, true, detail::one_of(registry_.names()));
+      of_member.texts("layers", member.layers, true, "a list of layer names");
+      detail::read_spec(of_member, registry_, kMemberKeys, problems_, member.spec);
     }
-    object.refuse_foreign(spec.kind, known, everywhere);
-  }
-
-  std::optional<DType> dtype(const std::string& name, const std::string& path) {
-    const std::optional<DType> found = dtype_from_string(name);
-    if (!found) {
-      const std::vector<std::string_view> names = dtype_names();
-      problems_.add(path, "\"" + name + "\"", detail::one_of(names), suggest(name, names));
-    }
-    return found;
-  }
-
-  AttentionPayload read_attention(Object& object) {
-    AttentionPayload payload;
-    object.integer("num_kv_heads", payload.num_kv_heads, true);
-    object.integer("total_num_kv_heads", payload.total_num_kv_heads, false, 0);
-    object.integer("head_size", payload.head_size, true);
-    payload.head_size_v = payload.head_size;
-    object.integer("head_size_v", payload.head_size_v, false, 0);
-    object.integer("compression", payload.compression, false);
-    std::string name;
-    const std::size_t before = problems_.problems().size();
-    object.text("dtype", name, true, detail::one_of(dtype_names()));
-    payload.dtype =
-        DType::kInt8;  // the smallest: no later rule complains about a size that is not known
-    if (problems_.problems().size() == before)
-      payload.dtype = dtype(name, object.at("dtype")).value_or(payload.dtype);
-    return payload;
-  }
-
-  StatePayload read_state(Object& object) {
-    StatePayload payload;
-    object.text("mamba_cache_mode", payload.cache_mode, true, "one of none, align, all");
-    const json* const shapes = object.list("shapes", "a list of shapes", true);
-    if (shapes != nullptr) {
-      for (std::size_t i = 0; i < shapes->size(); ++i) {
-        payload.shapes.push_back(read_shape(object, (*shapes)[i], indexed(object.at("shapes"), i)));
-      }
-    }
-    std::vector<std::string> names;
-    object.texts("dtypes", names, "a list of dtype names");
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      payload.dtypes.push_back(
-          dtype(names[i], indexed(object.at("dtypes"), i)).value_or(DType::kInt8));
-    }
-    if (shapes == nullptr) payload.dtypes.clear();  // their number is no second problem
-    return payload;
-  }
-
-  std::vector<std::uint32_t> read_shape(Object& object, const json& value,
-                                        const std::string& path) {
-    std::vector<std::uint32_t> shape;
-    if (!value.is_array()) {
-      problems_.add(path, spell(value), "a list of positive integers");
-      return shape;
-    }
-    for (std::size_t i = 0; i < value.size(); ++i) {
-      const auto extent =
-          object.count(value[i], indexed(path, i), "a positive integer", 1, kMaxInt);
-      shape.push_back(static_cast<std::uint32_t>(extent.value_or(1)));
-    }
-    return shape;
   }
 
   const SpecRegistry& registry_;
@@ -521,38 +309,21 @@ std::string read_file(const std::string& path, const std::string& subject) {
   return text;
 }
 
-ordered_json payload_json(const AttentionPayload& payload) {
-  return {
-      {"num_kv_heads", payload.num_kv_heads}, {"total_num_kv_heads", payload.total_num_kv_heads},
-      {"head_size", payload.head_size},       {"head_size_v", payload.head_size_v},
-      {"dtype", to_string(payload.dtype)},    {"compression", payload.compression}};
-}
-
-ordered_json payload_json(const StatePayload& payload) {
-  ordered_json dtypes = ordered_json::array();
-  for (const DType dtype : payload.dtypes) dtypes.push_back(to_string(dtype));
-  return {{"mamba_cache_mode", payload.cache_mode},
-          {"shapes", payload.shapes},
-          {"dtypes", std::move(dtypes)}};
-}
-
-ordered_json payload_json(const RawPayload& payload) {
-  return {{"page_size_bytes", payload.page_size_bytes}};
-}
-
-template <class T>
-ordered_json or_null(const std::optional<T>& value) {
-  return value ? ordered_json(*value) : ordered_json(nullptr);
-}
-
 ordered_json group_json(const GroupConfig& group) {
-  ordered_json object{
-      {"kind", group.spec.kind}, {"layers", group.layers}, {"block_size", group.spec.block_size}};
-  object.update(
-      std::visit([](const auto& payload) { return payload_json(payload); }, group.spec.payload));
-  object["sliding_window"] = or_null(group.spec.sliding_window);
-  object["page_size_padded"] = or_null(group.spec.page_size_padded);
-  object["replay_tokens"] = or_null(group.spec.replay_tokens);
+  ordered_json object;
+  if (group.members.empty()) {
+    object = detail::spec_json(group.spec);
+    object["layers"] = group.layers;
+  } else {
+    object["kind"] = group.spec.kind;
+    if (!group.layers.empty()) object["layers"] = group.layers;
+    ordered_json members = ordered_json::array();
+    for (const LayerSpec& member : group.members) {
+      members.push_back(detail::spec_json(member.spec));
+      members.back()["layers"] = member.layers;
+    }
+    object["members"] = std::move(members);
+  }
   object["enable_kv_transfer"] = group.enable_kv_transfer;
   object["is_eagle_group"] = group.is_eagle_group;
   object["host_resident"] = group.host_resident;
@@ -574,18 +345,23 @@ CacheConfig cache_config_from_file(const std::string& path, const SpecRegistry& 
 std::string to_json(const CacheConfig& config) {
   ordered_json groups = ordered_json::array();
   for (const GroupConfig& group : config.groups) groups.push_back(group_json(group));
-  const ordered_json root{{"num_blocks", config.num_blocks},
-                          {"kv_layout", config.kv_layout},
-                          {"parallel",
-                           {{"tp", config.parallel.tp},
-                            {"pp", config.parallel.pp},
-                            {"pcp", config.parallel.pcp},
-                            {"dcp", config.parallel.dcp}}},
-                          {"scheduler_block_size", or_null(config.scheduler_block_size)},
-                          {"hash_block_size", or_null(config.hash_block_size)},
-                          {"key_schema", config.key_schema},
-                          {"namespace", config.key_namespace},
-                          {"groups", std::move(groups)}};
+  const ordered_json root{
+      {"num_blocks", config.num_blocks},
+      {"kv_layout", config.kv_layout},
+      {"parallel",
+       {{"tp", config.parallel.tp},
+        {"pp", config.parallel.pp},
+        {"pcp", config.parallel.pcp},
+        {"dcp", config.parallel.dcp}}},
+      {"scheduler_block_size", or_null(config.scheduler_block_size)},
+      {"hash_block_size", or_null(config.hash_block_size)},
+      {"cache_hit_alignment_tokens", or_null(config.cache_hit_alignment_tokens)},
+      {"prefix_cache_retention_interval", or_null(config.prefix_cache_retention_interval)},
+      {"use_eagle", or_null(config.use_eagle)},
+      {"model_total_kv_heads", or_null(config.model_total_kv_heads)},
+      {"key_schema", config.key_schema},
+      {"namespace", config.key_namespace},
+      {"groups", std::move(groups)}};
   return root.dump(2, ' ', false, ordered_json::error_handler_t::replace);
 }
 

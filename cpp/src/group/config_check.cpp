@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "group/unwrap.h"
 #include "group/utf8.h"
 
 namespace kvprism::detail {
@@ -58,7 +59,8 @@ void check_blocks(const CacheConfig& config, ProblemList& problems) {
   }
   const std::pair<std::string_view, std::optional<std::uint32_t>> sizes[] = {
       {"scheduler_block_size", config.scheduler_block_size},
-      {"hash_block_size", config.hash_block_size}};
+      {"hash_block_size", config.hash_block_size},
+      {"cache_hit_alignment_tokens", config.cache_hit_alignment_tokens}};
   for (const auto& [name, size] : sizes) {
     if (!size) continue;
     if (*size == 0)
@@ -66,6 +68,18 @@ void check_blocks(const CacheConfig& config, ProblemList& problems) {
                    "leave it out to have it computed");
     if (*size > kMaxCount)
       problems.add(std::string(name), std::to_string(*size), "at most 2147483647");
+  }
+}
+
+void check_counts(const CacheConfig& config, ProblemList& problems) {
+  if (config.prefix_cache_retention_interval.value_or(0) > kMaxCount) {
+    problems.add("prefix_cache_retention_interval",
+                 std::to_string(*config.prefix_cache_retention_interval), "at most 2147483647");
+  }
+  const std::uint32_t heads = config.model_total_kv_heads.value_or(1);
+  if (heads == 0 || heads > kMaxCount) {
+    problems.add("model_total_kv_heads", std::to_string(heads),
+                 heads == 0 ? "a positive integer" : "at most 2147483647");
   }
 }
 
@@ -79,25 +93,24 @@ void check_namespace(const std::string& name, ProblemList& problems) {
 }
 
 // Adds nothing but `path`'s own problems; true when the spec can be resolved.
-bool check_spec(const GroupConfig& group, const std::string& path, const CacheConfig& config,
+bool check_spec(const CacheSpec& spec, const std::string& path, const CacheConfig& config,
                 const SpecRegistry& registry, ProblemList& problems) {
   ProblemList own;
-  registry.check(group.spec, path, own);
+  registry.check(spec, path, own);
   if (own.empty() && config.parallel.dcp != 0) {
-    const SpecKind& kind = registry.at(group.spec.kind);
-    const SpecTraits traits = kind.traits(group.spec);
-    if (kind.dcp_sharded && config.parallel.dcp > 1 && traits.hit == HitRule::kWindow) {
-      own.add(path + ".kind", group.spec.kind, "a kind without a window, or parallel.dcp of 1",
+    if (config.parallel.dcp > 1 && dcp_sharded(spec, registry) &&
+        (spec.sliding_window || registry.traits_of(spec).hit == HitRule::kWindow)) {
+      own.add(path + ".kind", spec.kind, "a kind without a window, or parallel.dcp of 1",
               "a window cannot be spread over decode context ranks");
     }
-    const auto* const attention = std::get_if<AttentionPayload>(&group.spec.payload);
+    const auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
     if (attention != nullptr &&
         std::uint64_t{attention->num_kv_heads} * config.parallel.tp > kMaxCount) {
       own.add(path + ".num_kv_heads", std::to_string(attention->num_kv_heads),
               "a product with parallel.tp of at most 2147483647");
     }
     try {
-      tokens_per_block(group.spec, config.parallel, registry);
+      tokens_per_block(spec, config.parallel, registry);
     } catch (const Error& error) {
       for (const Problem& problem : error.problems()) {
         own.add(path + "." + problem.path, problem.value, problem.expected, problem.hint);
@@ -108,23 +121,61 @@ bool check_spec(const GroupConfig& group, const std::string& path, const CacheCo
   return own.empty();
 }
 
+bool check_group(const GroupConfig& group, const std::string& path, const CacheConfig& config,
+                 const SpecRegistry& registry, ProblemList& problems) {
+  ProblemList wrapper;
+  check_wrapper(group, path, wrapper);
+  problems.append(wrapper.problems());
+  if (group.members.empty() && group.spec.kind != kUniformKind)
+    return check_spec(group.spec, path, config, registry, problems) && wrapper.empty();
+  bool resolvable = wrapper.empty();
+  for (std::size_t m = 0; m < group.members.size(); ++m) {
+    const std::string at = path + ".members[" + std::to_string(m) + "]";
+    if (!check_spec(group.members[m].spec, at, config, registry, problems)) resolvable = false;
+  }
+  if (!resolvable) return false;
+  ProblemList disagreements;
+  check_agreement(group, path, config.parallel, registry, disagreements);
+  problems.append(disagreements.problems());
+  return disagreements.empty();
+}
+
 // Layer names are unique over all groups: a layer's bytes belong to one spec.
-void check_layers(const CacheConfig& config, ProblemList& problems) {
-  std::map<std::string_view, std::string> seen;
-  for (std::size_t g = 0; g < config.groups.size(); ++g) {
-    const std::vector<std::string>& layers = config.groups[g].layers;
-    const std::string path = group_path(g) + ".layers";
-    if (layers.empty()) problems.add(path, "[]", "at least one layer name");
+class LayerNames {
+ public:
+  explicit LayerNames(ProblemList& problems) : problems_(problems) {}
+
+  void check(const std::vector<std::string>& layers, const std::string& path) {
+    if (layers.empty()) problems_.add(path, "[]", "at least one layer name");
     for (std::size_t i = 0; i < layers.size(); ++i) {
       const std::string at = path + "[" + std::to_string(i) + "]";
       if (layers[i].empty()) {
-        problems.add(at, "''", "a layer name that is not empty");
+        problems_.add(at, "''", "a layer name that is not empty");
         continue;
       }
-      const auto [first, is_new] = seen.emplace(layers[i], at);
+      const auto [first, is_new] = seen_.emplace(layers[i], at);
       if (!is_new)
-        problems.add(at, layers[i], "a layer name used once", "also at " + first->second);
+        problems_.add(at, layers[i], "a layer name used once", "also at " + first->second);
     }
+  }
+
+ private:
+  ProblemList& problems_;
+  std::map<std::string_view, std::string> seen_;
+};
+
+void check_layers(const CacheConfig& config, ProblemList& problems) {
+  LayerNames names(problems);
+  for (std::size_t g = 0; g < config.groups.size(); ++g) {
+    const GroupConfig& group = config.groups[g];
+    const std::string path = group_path(g);
+    if (group.spec.kind != kUniformKind) names.check(group.layers, path + ".layers");
+    for (std::size_t m = 0; m < group.members.size(); ++m) {
+      names.check(group.members[m].layers, path + ".members[" + std::to_string(m) + "].layers");
+    }
+    LayerNames order(problems);
+    if (group.spec.kind == kUniformKind && !group.layers.empty())
+      order.check(group.layers, path + ".layers");
   }
 }
 
@@ -150,6 +201,7 @@ std::string group_path(std::size_t index) { return "groups[" + std::to_string(in
 
 void check_config(const CacheConfig& config, const SpecRegistry& registry, ProblemList& problems) {
   check_blocks(config, problems);
+  check_counts(config, problems);
   check_parallel(config.parallel, problems);
   check_one_of("kv_layout", config.kv_layout, layout_names(), problems);
   check_one_of("key_schema", config.key_schema, key_schema_names(), problems);
@@ -158,7 +210,7 @@ void check_config(const CacheConfig& config, const SpecRegistry& registry, Probl
   bool resolvable = !config.groups.empty();
   for (std::size_t g = 0; g < config.groups.size(); ++g) {
     const std::string path = group_path(g);
-    if (!check_spec(config.groups[g], path, config, registry, problems)) resolvable = false;
+    if (!check_group(config.groups[g], path, config, registry, problems)) resolvable = false;
     if (config.groups[g].role.empty()) {
       problems.add(path + ".role", "''", "a role that is not empty", "leave it out for 'default'");
     }
@@ -178,9 +230,10 @@ BlockSizes block_sizes(const CacheConfig& config, const SpecRegistry& registry) 
   std::vector<std::uint32_t> of_store;
   std::vector<std::uint32_t> of_all;
   for (const GroupConfig& group : config.groups) {
-    const std::uint32_t tokens = tokens_per_block(group.spec, config.parallel, registry);
+    const std::vector<CacheSpec> specs = unwrap(group).specs;
+    const std::uint32_t tokens = tokens_per_block(specs[0], config.parallel, registry);
     of_all.push_back(tokens);
-    if (stored(group, registry.traits_of(group.spec))) of_store.push_back(tokens);
+    if (stored(group, combined_traits(specs, registry))) of_store.push_back(tokens);
   }
   // Scratch would only coarsen S and refine h; without a store group there is nothing else to take.
   const std::vector<std::uint32_t>& tokens = of_store.empty() ? of_all : of_store;

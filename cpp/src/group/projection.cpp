@@ -7,6 +7,7 @@
 
 #include "group/config_check.h"
 #include "group/hash128.h"
+#include "group/unwrap.h"
 #include "kvprism/base/log.h"
 
 namespace kvprism {
@@ -25,6 +26,9 @@ struct Projection::Impl {
   IndexedVector<GroupId, std::string> why_not_stored;
   std::uint32_t scheduler_block_size = 0;
   std::uint32_t hash_block_size = 0;
+  std::uint32_t hit_alignment = 0;
+  std::optional<std::uint32_t> retention_interval;
+  std::optional<std::uint32_t> model_total_kv_heads;
   std::uint32_t replay_tokens = 1;
   std::vector<DigestFact> facts;
   Digest digest;
@@ -36,8 +40,10 @@ std::string yes_no(bool value) { return value ? "true" : "false"; }
 
 std::string reason_not_stored(const ResolvedGroup& group) {
   if (!group.enable_kv_transfer) return "enable_kv_transfer is false";
-  if (!group.traits.prefix_cacheable) return "kind " + group.spec.kind + " is not prefix-cacheable";
-  return {};
+  if (group.traits.prefix_cacheable) return {};
+  if (group.specs.size() > 1) return "a member of its wrapper is not prefix-cacheable";
+  if (group.spec.bounded_replay) return "kind " + group.spec.kind + " is replayed after a hit";
+  return "kind " + group.spec.kind + " is not prefix-cacheable";
 }
 
 void add_group_facts(const ResolvedGroup& group, std::vector<DigestFact>& facts) {
@@ -58,7 +64,81 @@ void add_group_facts(const ResolvedGroup& group, std::vector<DigestFact>& facts)
 }
 
 // Two machines that agree on these facts agree on every plan.
-constexpr std::string_view kDigestVersion = "1";
+constexpr std::string_view kDigestVersion = "2";
+
+std::string or_none(const std::optional<std::uint32_t>& value) {
+  return value ? std::to_string(*value) : "none";
+}
+
+// Fills in the heads of the whole model. Heads times ranks is wrong where ranks replicate heads and
+// nobody says so: it is said once (R34).
+void fill_total_heads(CacheSpec& spec, const ParallelSizes& parallel, const SpecRegistry& registry,
+                      const std::string& path) {
+  auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
+  if (attention == nullptr || attention->total_num_kv_heads != 0) return;
+  const bool latent = registry.at(spec.kind).latent;
+  const std::uint32_t shards = attention->max_tp_shards
+                                   ? std::min(*attention->max_tp_shards, parallel.tp)
+                                   : (latent ? 1 : parallel.tp);
+  attention->total_num_kv_heads = attention->num_kv_heads * shards;
+  if (parallel.tp == 1 || latent || attention->max_tp_shards) return;
+  log(LogLevel::kWarning,
+      path + ".total_num_kv_heads is not given: " + std::to_string(attention->total_num_kv_heads) +
+          " = num_kv_heads x tp is taken");
+}
+
+bool replicated(const CacheSpec& spec, const SpecRegistry& registry) {
+  const auto* const state = std::get_if<StatePayload>(&spec.payload);
+  return state != nullptr ? state->tp_replicated : registry.at(spec.kind).latent.get();
+}
+
+ResolvedGroup resolve(const GroupConfig& group, GroupId id, const CacheConfig& config,
+                      const SpecRegistry& registry) {
+  detail::Unwrapped plain = detail::unwrap(group);
+  for (std::size_t s = 0; s < plain.specs.size(); ++s) {
+    std::string path = detail::group_path(raw(id));
+    if (!group.members.empty()) path += ".members[" + std::to_string(s) + "]";
+    fill_total_heads(plain.specs[s], config.parallel, registry, path);
+  }
+  const CacheSpec& first = plain.specs[plain.spec_of_layer[0]];
+  return {.id = id,
+          .spec = first,
+          .traits = detail::combined_traits(plain.specs, registry),
+          .tokens_per_block = kvprism::tokens_per_block(first, config.parallel, registry),
+          .page_size_bytes = kvprism::page_size_bytes(first),
+          .layers = std::move(plain.layers),
+          .enable_kv_transfer = group.enable_kv_transfer,
+          .is_eagle_group = group.is_eagle_group,
+          .host_resident = group.host_resident,
+          .role = group.role,
+          .tp_replicated =
+              std::all_of(plain.specs.begin(), plain.specs.end(),
+                          [&](const CacheSpec& spec) { return replicated(spec, registry); }),
+          .specs = std::move(plain.specs),
+          .spec_of_layer = std::move(plain.spec_of_layer)};
+}
+
+// Which groups lose their last block to the draft model. When the engine drops blocks and no stored
+// group says that it holds draft layers, each of them might; groups of equal specs are searched as
+// one, so one flag counts for all of them (vLLM: find_longest_cache_hit).
+void resolve_drafts(std::optional<bool> use_eagle, IndexedVector<GroupId, ResolvedGroup>& groups) {
+  if (!use_eagle) return;
+  const auto stored = [](const ResolvedGroup& group) {
+    return group.enable_kv_transfer && group.traits.prefix_cacheable;
+  };
+  const bool any = std::any_of(groups.begin(), groups.end(), [&](const ResolvedGroup& group) {
+    return stored(group) && group.is_eagle_group;
+  });
+  std::vector<bool> drops;
+  for (const ResolvedGroup& group : groups) {
+    drops.push_back(*use_eagle && stored(group) &&
+                    (!any || std::any_of(groups.begin(), groups.end(), [&](const ResolvedGroup& g) {
+                      return stored(g) && g.is_eagle_group && g.spec == group.spec;
+                    })));
+  }
+  for (const GroupId id : indices<GroupId>(groups.size()))
+    groups[id].is_eagle_group = drops[raw(id)];
+}
 
 }  // namespace
 
@@ -71,6 +151,13 @@ std::string to_hex(const Digest& digest) {
     text += kDigits[byte & 15];
   }
   return text;
+}
+
+std::uint64_t ResolvedGroup::object_bytes() const {
+  std::uint64_t bytes = 0;
+  for (std::size_t layer = 0; layer < layers.size(); ++layer)
+    bytes += kvprism::page_size_bytes(layer_spec(layer));
+  return bytes;
 }
 
 std::vector<Problem> Projection::check(const CacheConfig& config, const SpecRegistry& registry) {
@@ -93,27 +180,7 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
   impl->parallel = config.parallel;
   for (const GroupConfig& group : config.groups) {
     const GroupId id{static_cast<std::uint32_t>(impl->groups.size())};
-    ResolvedGroup resolved{
-        .id = id,
-        .spec = group.spec,
-        .traits = registry.traits_of(group.spec),
-        .tokens_per_block = kvprism::tokens_per_block(group.spec, config.parallel, registry),
-        .page_size_bytes = kvprism::page_size_bytes(group.spec),
-        .layers = group.layers,
-        .enable_kv_transfer = group.enable_kv_transfer,
-        .is_eagle_group = group.is_eagle_group,
-        .host_resident = group.host_resident,
-        .role = group.role};
-    auto* const attention = std::get_if<AttentionPayload>(&resolved.spec.payload);
-    if (attention != nullptr && attention->total_num_kv_heads == 0) {
-      // Wrong where ranks replicate heads, so it is said once (R34).
-      attention->total_num_kv_heads = attention->num_kv_heads * config.parallel.tp;
-      if (config.parallel.tp > 1) {
-        log(LogLevel::kWarning, detail::group_path(raw(id)) + ".total_num_kv_heads is not given: " +
-                                    std::to_string(attention->total_num_kv_heads) +
-                                    " = num_kv_heads x tp is taken");
-      }
-    }
+    ResolvedGroup resolved = resolve(group, id, config, registry);
     impl->why_not_stored.push_back(reason_not_stored(resolved));
     impl->replay_tokens = std::max(impl->replay_tokens, resolved.traits.replay_tokens.get());
     impl->transfer_of.push_back(
@@ -123,9 +190,13 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
                                  : std::nullopt);
     impl->groups.push_back(std::move(resolved));
   }
+  resolve_drafts(config.use_eagle, impl->groups);
   const detail::BlockSizes sizes = detail::block_sizes(config, registry);
   impl->scheduler_block_size = *sizes.scheduler;
   impl->hash_block_size = sizes.hash;
+  impl->hit_alignment = config.cache_hit_alignment_tokens.value_or(*sizes.scheduler);
+  impl->retention_interval = config.prefix_cache_retention_interval;
+  impl->model_total_kv_heads = config.model_total_kv_heads;
 
   std::vector<DigestFact>& facts = impl->facts;
   facts.push_back({"digest_version", std::string(kDigestVersion)});
@@ -133,7 +204,10 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
   for (const ResolvedGroup& group : impl->groups) add_group_facts(group, facts);
   facts.push_back({"scheduler_block_size", std::to_string(impl->scheduler_block_size)});
   facts.push_back({"hash_block_size", std::to_string(impl->hash_block_size)});
-  facts.push_back({"partial_hits", yes_no(false)});
+  facts.push_back({"hit_alignment", std::to_string(impl->hit_alignment)});
+  facts.push_back({"partial_hits", yes_no(impl->hit_alignment < impl->scheduler_block_size)});
+  facts.push_back({"retention_interval", or_none(config.prefix_cache_retention_interval)});
+  facts.push_back({"model_total_kv_heads", or_none(config.model_total_kv_heads)});
   facts.push_back({"key_schema", config.key_schema});
   facts.push_back({"namespace", config.key_namespace});
   facts.push_back({"parallel.tp", std::to_string(config.parallel.tp)});
@@ -176,6 +250,13 @@ std::uint32_t Projection::scheduler_block_size() const noexcept {
   return impl_->scheduler_block_size;
 }
 std::uint32_t Projection::hash_block_size() const noexcept { return impl_->hash_block_size; }
+std::uint32_t Projection::hit_alignment() const noexcept { return impl_->hit_alignment; }
+std::optional<std::uint32_t> Projection::retention_interval() const noexcept {
+  return impl_->retention_interval;
+}
+std::optional<std::uint32_t> Projection::model_total_kv_heads() const noexcept {
+  return impl_->model_total_kv_heads;
+}
 std::uint32_t Projection::replay_tokens() const noexcept { return impl_->replay_tokens; }
 
 std::uint32_t Projection::max_hit(std::uint32_t prompt_tokens) const noexcept {

@@ -60,28 +60,40 @@ std::string shape_text(const StatePayload& state) {
   return text;
 }
 
+// Of the first layer's spec: what the engine's scheduler and every rank know alike of a wrapper.
 void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<DigestFact>& facts) {
   const std::string path = "store_groups[" + std::to_string(raw(index)) + "].";
   const auto add = [&](std::string_view name, std::string value) {
     facts.push_back({path + std::string(name), std::move(value)});
   };
-  add("kind", group.spec.kind);
-  add("block_size", std::to_string(group.spec.block_size));
+  const auto add_optional = [&](std::string_view name, const auto& value) {
+    add(name, value ? std::to_string(*value) : "none");
+  };
+  const CacheSpec& spec = group.spec;
+  add("kind", spec.kind);
+  add("block_size", std::to_string(spec.block_size));
   add("tokens_per_block", std::to_string(group.tokens_per_block));
   add("page_size_bytes", std::to_string(group.page_size_bytes));
-  add("sliding_window",
-      group.spec.sliding_window ? std::to_string(*group.spec.sliding_window) : "none");
+  add_optional("sliding_window", spec.sliding_window);
+  add_optional("attention_chunk_size", spec.attention_chunk_size);
+  add_optional("rswa_window", spec.rswa_window);
+  add_optional("sink_len", spec.sink_len);
   add("is_eagle_group", group.is_eagle_group ? "true" : "false");
-  if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
+  if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
     add("dtype", std::string(to_string(attention->dtype)));
+    add("cache_dtype", attention->cache_dtype);
     add("num_kv_heads", std::to_string(attention->num_kv_heads));
     add("total_num_kv_heads", std::to_string(attention->total_num_kv_heads));
     add("head_size", std::to_string(attention->head_size));
     add("head_size_v", std::to_string(attention->head_size_v));
     add("compression", std::to_string(attention->compression));
-  } else if (const auto* state = std::get_if<StatePayload>(&group.spec.payload)) {
+    add("states_per_token", std::to_string(attention->states_per_token));
+    add_optional("num_head_slots", attention->num_head_slots);
+    add_optional("state_content_bytes", attention->state_content_bytes);
+  } else if (const auto* state = std::get_if<StatePayload>(&spec.payload)) {
     add("states", shape_text(*state));
     add("mamba_cache_mode", state->cache_mode);
+    add("tp_replicated", state->tp_replicated ? "true" : "false");
   }
 }
 

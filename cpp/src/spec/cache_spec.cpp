@@ -21,7 +21,7 @@ struct DTypeRow {
   std::uint32_t bytes;
 };
 
-constexpr std::array<DTypeRow, 9> kDTypes{{
+constexpr std::array<DTypeRow, 10> kDTypes{{
     {DType::kFloat32, "float32", 4},
     {DType::kFloat16, "float16", 2},
     {DType::kBFloat16, "bfloat16", 2},
@@ -31,6 +31,7 @@ constexpr std::array<DTypeRow, 9> kDTypes{{
     {DType::kInt32, "int32", 4},
     {DType::kInt8, "int8", 1},
     {DType::kUInt8, "uint8", 1},
+    {DType::kOpaque, "opaque", 1},
 }};
 
 static_assert(
@@ -47,10 +48,10 @@ const DTypeRow* row_of(DType dtype) noexcept {
   return at < kDTypes.size() ? &kDTypes[at] : nullptr;
 }
 
-std::uint64_t attention_bytes(const AttentionPayload& payload, std::uint32_t positions) {
-  const std::uint64_t content = saturating_mul(
-      std::uint64_t{payload.head_size} + payload.head_size_v, size_of(payload.dtype));
-  return saturating_mul(saturating_mul(payload.num_kv_heads, positions), content);
+PageAxes attention_axes(const AttentionPayload& payload, std::uint32_t positions) {
+  const std::uint64_t elements = std::uint64_t{payload.head_size} + payload.head_size_v;
+  return {payload.num_head_slots.value_or(payload.num_kv_heads), positions,
+          payload.state_content_bytes.value_or(saturating_mul(elements, size_of(payload.dtype)))};
 }
 
 std::uint64_t state_bytes(const StatePayload& payload) {
@@ -90,26 +91,45 @@ std::vector<std::string_view> dtype_names() {
   return names;
 }
 
-std::uint64_t unpadded_page_bytes(const CacheSpec& spec) {
+PageAxes page_axes(const CacheSpec& spec) {
   if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
-    return attention_bytes(*attention, spec.block_size);
+    return attention_axes(*attention, spec.block_size);
   }
-  if (const auto* state = std::get_if<StatePayload>(&spec.payload)) return state_bytes(*state);
-  return std::get<RawPayload>(spec.payload).page_size_bytes;
+  if (const auto* state = std::get_if<StatePayload>(&spec.payload)) {
+    return {.content_bytes = state_bytes(*state)};
+  }
+  return {.content_bytes = std::get<RawPayload>(spec.payload).page_size_bytes};
+}
+
+std::uint64_t unpadded_page_bytes(const CacheSpec& spec) {
+  const PageAxes axes = page_axes(spec);
+  return saturating_mul(saturating_mul(axes.heads, axes.positions), axes.content_bytes);
 }
 
 std::uint64_t page_size_bytes(const CacheSpec& spec) {
   return spec.page_size_padded ? *spec.page_size_padded : unpadded_page_bytes(spec);
 }
 
+bool dcp_sharded(const CacheSpec& spec, const SpecRegistry& registry) {
+  const bool of_kind = registry.at(spec.kind).dcp_sharded;
+  return spec.dcp_sharded.value_or(of_kind);
+}
+
 std::uint32_t tokens_per_block(const CacheSpec& spec, const ParallelSizes& parallel,
                                const SpecRegistry& registry) {
-  const SpecKind& kind = registry.at(spec.kind);
   std::uint64_t tokens = spec.block_size;
   if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
-    tokens = saturating_mul(tokens, attention->compression);
+    const std::uint32_t states = attention->states_per_token;
+    if (states == 0 || tokens % states != 0) {
+      fail(ErrorCode::kInvalidConfig, "tokens per block",
+           {"block_size",
+            std::to_string(spec.block_size),
+            "a multiple of states_per_token, " + std::to_string(states),
+            {}});
+    }
+    tokens = saturating_mul(tokens / states, attention->compression);
   }
-  if (kind.dcp_sharded) tokens = saturating_mul(tokens, parallel.dcp);
+  if (dcp_sharded(spec, registry)) tokens = saturating_mul(tokens, parallel.dcp);
   if (tokens > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
     fail(ErrorCode::kInvalidConfig, "tokens per block",
          {"block_size",

@@ -13,10 +13,20 @@
 
 namespace kvprism {
 
-// One KV cache group: layers that share a block table and a spec.
-struct GroupConfig {
+// Layers of one spec inside a uniform wrapper.
+struct LayerSpec {
   CacheSpec spec;
   std::vector<std::string> layers;
+
+  bool operator==(const LayerSpec&) const = default;
+};
+
+// One KV cache group: layers that share a block table and a spec; or a wrapper around layers of
+// several specs that need the same blocks (vLLM: UniformTypeKVCacheSpecs).
+struct GroupConfig {
+  CacheSpec spec;                   // of a wrapper: kind "uniform" and nothing else
+  std::vector<std::string> layers;  // of a wrapper: the order of its members' layers, or empty
+  std::vector<LayerSpec> members;   // of a wrapper, else empty
   bool enable_kv_transfer = true;
   bool is_eagle_group = false;  // holds layers of a draft model
   bool host_resident = false;
@@ -33,6 +43,17 @@ struct CacheConfig {
   // The engine's own values in tokens hold when given (decision 2).
   std::optional<std::uint32_t> scheduler_block_size;
   std::optional<std::uint32_t> hash_block_size;
+  // Hits end on multiples of it; absent: of the scheduler block size (vLLM:
+  // cache_hit_alignment_tokens).
+  std::optional<std::uint32_t> cache_hit_alignment_tokens;
+  // Tokens between prefixes that windows and states stay cached for; 0: only ends of prompts.
+  // Absent: every prefix.
+  std::optional<std::uint32_t> prefix_cache_retention_interval;
+  // Whether a draft model makes the engine drop the last block of a hit. Absent: as the groups say,
+  // each for itself.
+  std::optional<bool> use_eagle;
+  // KV heads of the model as the engine counts them, for the replication of key schema `vllm`.
+  std::optional<std::uint32_t> model_total_kv_heads;
   std::string key_schema = "kvprism";  // part of the digest; see key/key_schema.h
   std::string key_namespace;           // tenant; part of the digest and of every key
   std::vector<GroupConfig> groups;

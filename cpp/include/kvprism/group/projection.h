@@ -25,18 +25,28 @@ struct Digest {
 };
 KVPRISM_API std::string to_hex(const Digest& digest);
 
-// One group after resolution. `spec` has its total_num_kv_heads filled in (R34).
-struct ResolvedGroup {
+// One group after resolution, without its wrapper. Specs have their total_num_kv_heads filled in
+// (R34).
+struct KVPRISM_API ResolvedGroup {
   GroupId id;
-  CacheSpec spec;
-  SpecTraits traits;
+  CacheSpec spec;     // of the first layer, which is what the engine's scheduler knows of a wrapper
+  SpecTraits traits;  // of all layers together
   std::uint32_t tokens_per_block;  // with compression and DCP (R26)
-  std::uint64_t page_size_bytes;   // of one layer's block on this rank
+  std::uint64_t page_size_bytes;   // of the first layer's block on this rank
   std::vector<std::string> layers;
   bool enable_kv_transfer;
-  bool is_eagle_group;
+  bool is_eagle_group;  // whether its last block is dropped from a hit, after resolution
   bool host_resident;
   std::string role;
+  bool tp_replicated;                        // every tensor rank holds the same bytes
+  std::vector<CacheSpec> specs;              // `spec` alone, or those inside a wrapper
+  std::vector<std::uint32_t> spec_of_layer;  // index in `specs`
+
+  const CacheSpec& layer_spec(std::size_t layer) const noexcept {
+    return specs[spec_of_layer[layer]];
+  }
+  // Bytes of one block of all layers on this rank.
+  std::uint64_t object_bytes() const;
 };
 
 // One row of the table that a digest covers, for error messages: "groups[1].kind",
@@ -90,6 +100,13 @@ class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
   std::uint32_t scheduler_block_size() const noexcept;
   // h: tokens per hash; every store group's tokens per block is a multiple.
   std::uint32_t hash_block_size() const noexcept;
+  // A: hits end on multiples of it; the engine's own value when it gave one, else S. Below S, hits
+  // may end inside a block.
+  std::uint32_t hit_alignment() const noexcept;
+  // The engine's retention interval in tokens; nullopt: every prefix stays cached.
+  std::optional<std::uint32_t> retention_interval() const noexcept;
+  // KV heads of the model as the engine counts them, when it told.
+  std::optional<std::uint32_t> model_total_kv_heads() const noexcept;
   // Tokens that must stay to be computed after a hit: the largest replay distance of any group, at
   // least 1 (R13, R14).
   std::uint32_t replay_tokens() const noexcept;
