@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?= --soak
 
-.PHONY: help setup build demo test test-asan test-tsan test-mutants lint format wheel bench fuzz soak clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench fuzz soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -22,6 +22,9 @@ demo: build ## Run the demonstration
 
 test: build ## C++ and Python tests
 	@bash scripts/test.sh $(PYTEST_ARGS)
+
+test-vllm: build ## Tests with the real vLLM on CPU; installs it in .venv-vllm (4 GB)
+	@bash scripts/test_vllm.sh $(PYTEST_ARGS)
 
 test-asan: ## C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@bash scripts/sanitize.sh asan

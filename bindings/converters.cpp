@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "kvprism/base/error.h"
 
@@ -71,19 +72,19 @@ Number narrow(long long value, const std::string& path, std::size_t index, const
 }
 
 template <class Source, class Number, class Out>
-void append_items(const BufferView& view, const std::string& path, const char* expected,
-                  std::vector<Out>& out) {
-  const std::size_t count = view.shape(0);
-  const std::size_t start = out.size();
-  out.resize(start + count);
+void copy_items(const BufferView& view, const std::string& path, const char* expected,
+                const RowRange& range, Out* out) {
   if constexpr (sizeof(Source) == sizeof(Out) &&
                 std::is_signed_v<Source> == std::is_signed_v<Number>) {
     if (view.contiguous()) {
-      if (count != 0) std::memcpy(out.data() + start, view.data(), count * sizeof(Out));
+      if (range.first < range.end) {
+        std::memcpy(out, view.data() + range.first * sizeof(Out),
+                    (range.end - range.first) * sizeof(Out));
+      }
       return;
     }
   }
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = range.first; i < range.end; ++i) {
     Source value;
     std::memcpy(&value, view.data() + static_cast<std::ptrdiff_t>(i) * view.stride(), sizeof value);
     if constexpr (std::is_same_v<Source, std::uint64_t>) {
@@ -91,53 +92,88 @@ void append_items(const BufferView& view, const std::string& path, const char* e
         refuse(at(path, i), std::to_string(value), expected);
       }
     }
-    out[start + i] = Out{narrow<Number>(static_cast<long long>(value), path, i, expected)};
+    *out++ = Out{narrow<Number>(static_cast<long long>(value), path, i, expected)};
   }
 }
 
-// Number is the underlying type of Out.
+// The integers of a list, a tuple, an array of any integer type, or bytes that hold native 32-bit
+// integers. Number is the underlying type of Out.
+template <class Number, class Out>
+class Integers {
+ public:
+  Integers(nb::handle row, const std::string& path, const char* expected)
+      : path_(path), expected_(expected) {
+    if (PyList_Check(row.ptr()) || PyTuple_Check(row.ptr()) || !BufferView::offered_by(row)) {
+      items_.emplace(row, path);
+      size_ = items_->size();
+      return;
+    }
+    view_.emplace(row, path);
+    if (view_->dimensions() != 1) refuse(path, view_->describe(), "one dimension");
+    packed_ = is_plain_bytes(row) && view_->item_bytes() == 1;
+    if (packed_ && (view_->bytes() % sizeof(Out) != 0 || !view_->contiguous())) {
+      refuse(path, view_->describe(), "32-bit integers: a multiple of 4 bytes");
+    }
+    size_ = packed_ ? view_->bytes() / sizeof(Out) : view_->shape(0);
+  }
+
+  std::size_t size() const noexcept { return size_; }
+
+  // Writes range.end - range.first integers; the range must lie inside size().
+  void copy(const RowRange& range, Out* out) const {
+    if (items_) {
+      for (std::size_t i = range.first; i < range.end; ++i) {
+        const nb::handle item = (*items_)[i];
+        const long long value = PyLong_AsLongLong(item.ptr());
+        if (value == -1 && PyErr_Occurred() != nullptr) {
+          PyErr_Clear();
+          refuse(at(path_, i), shown(item), expected_);
+        }
+        *out++ = Out{narrow<Number>(value, path_, i, expected_)};
+      }
+      return;
+    }
+    if (packed_) {
+      if (range.first < range.end) {
+        std::memcpy(out, view_->data() + range.first * sizeof(Out),
+                    (range.end - range.first) * sizeof(Out));
+      }
+      return;
+    }
+    const char kind = view_->kind();
+    const std::size_t size = view_->item_bytes();
+    if (kind == 'i' && size == 4) return copy_as<std::int32_t>(range, out);
+    if (kind == 'i' && size == 8) return copy_as<std::int64_t>(range, out);
+    if (kind == 'u' && size == 4) return copy_as<std::uint32_t>(range, out);
+    if (kind == 'u' && size == 8) return copy_as<std::uint64_t>(range, out);
+    if (kind == 'i' && size == 2) return copy_as<std::int16_t>(range, out);
+    if (kind == 'u' && size == 2) return copy_as<std::uint16_t>(range, out);
+    refuse(path_, view_->describe(), "integers of 16, 32 or 64 bits");
+  }
+
+ private:
+  template <class Source>
+  void copy_as(const RowRange& range, Out* out) const {
+    copy_items<Source, Number>(*view_, path_, expected_, range, out);
+  }
+
+  const std::string& path_;
+  const char* expected_;
+  std::optional<Sequence> items_;
+  std::optional<BufferView> view_;
+  bool packed_ = false;
+  std::size_t size_ = 0;
+};
+
+constexpr const char* kBlockId = "a block id of 32 bits";
+
 template <class Number, class Out>
 void append_integers(nb::handle row, const std::string& path, const char* expected,
                      std::vector<Out>& out) {
-  if (PyList_Check(row.ptr()) || PyTuple_Check(row.ptr()) || !BufferView::offered_by(row)) {
-    const Sequence items(row, path);
-    out.reserve(out.size() + items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const long long value = PyLong_AsLongLong(items[i].ptr());
-      if (value == -1 && PyErr_Occurred() != nullptr) {
-        PyErr_Clear();
-        refuse(at(path, i), shown(items[i]), expected);
-      }
-      out.push_back(Out{narrow<Number>(value, path, i, expected)});
-    }
-    return;
-  }
-  const BufferView view(row, path);
-  if (view.dimensions() != 1) refuse(path, view.describe(), "one dimension");
-  if (is_plain_bytes(row) && view.item_bytes() == 1) {
-    if (view.bytes() % sizeof(Out) != 0 || !view.contiguous()) {
-      refuse(path, view.describe(), "32-bit integers: a multiple of 4 bytes");
-    }
-    const std::size_t start = out.size();
-    out.resize(start + view.bytes() / sizeof(Out));
-    if (view.bytes() != 0) std::memcpy(out.data() + start, view.data(), view.bytes());
-    return;
-  }
-  const char kind = view.kind();
-  const std::size_t size = view.item_bytes();
-  if (kind == 'i' && size == 4)
-    return append_items<std::int32_t, Number>(view, path, expected, out);
-  if (kind == 'i' && size == 8)
-    return append_items<std::int64_t, Number>(view, path, expected, out);
-  if (kind == 'u' && size == 4)
-    return append_items<std::uint32_t, Number>(view, path, expected, out);
-  if (kind == 'u' && size == 8)
-    return append_items<std::uint64_t, Number>(view, path, expected, out);
-  if (kind == 'i' && size == 2)
-    return append_items<std::int16_t, Number>(view, path, expected, out);
-  if (kind == 'u' && size == 2)
-    return append_items<std::uint16_t, Number>(view, path, expected, out);
-  refuse(path, view.describe(), "integers of 16, 32 or 64 bits");
+  const Integers<Number, Out> integers(row, path, expected);
+  const std::size_t start = out.size();
+  out.resize(start + integers.size());
+  integers.copy({0, integers.size()}, out.data() + start);
 }
 
 }  // namespace
@@ -198,22 +234,28 @@ EncodedBytes::EncodedBytes(nb::handle object, const std::string& path) : view_(o
   bytes_ = std::as_bytes(std::span(aligned_)).first(size);
 }
 
-void append_ids(nb::handle row, const std::string& path, std::vector<BlockId>& out) {
-  append_integers<std::int32_t>(row, path, "a block id of 32 bits", out);
-}
-
 void append_tokens(nb::handle tokens, const std::string& path, std::vector<std::uint32_t>& out) {
   append_integers<std::uint32_t>(tokens, path, "a token id from 0 to 4294967295", out);
 }
 
-BlockRows BlockRowsReader::read(nb::handle rows) {
-  ids_.clear();
+template <class RangeOf>
+BlockRows BlockRowsReader::read_ranges(nb::handle rows, const RangeOf& range_of) {
   ends_.clear();
   rows_.clear();
   const Sequence groups(rows, "rows");
+  std::size_t start = 0;
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    append_ids(groups[g], at("rows", g), ids_);
-    ends_.push_back(ids_.size());
+    const std::string path = at("rows", g);
+    const Integers<std::int32_t, BlockId> ids(groups[g], path, kBlockId);
+    RowRange range = range_of(g, ids.size());
+    range.end = std::min(range.end, ids.size());
+    range.first = std::min(range.first, range.end);
+    const std::size_t end = start + ids.size();
+    if (ids_.size() < end) ids_.resize(end);
+    ids.copy(range, ids_.data() + start + range.first);
+    ids_read_ += range.end - range.first;
+    ends_.push_back(end);
+    start = end;
   }
   std::size_t first = 0;
   for (const std::size_t end : ends_) {
@@ -221,6 +263,15 @@ BlockRows BlockRowsReader::read(nb::handle rows) {
     first = end;
   }
   return BlockRows(rows_);
+}
+
+BlockRows BlockRowsReader::read(nb::handle rows) {
+  return read_ranges(rows, [](std::size_t, std::size_t size) { return RowRange{0, size}; });
+}
+
+BlockRows BlockRowsReader::read(nb::handle rows, std::span<const RowRange> ranges) {
+  return read_ranges(
+      rows, [&](std::size_t g, std::size_t) { return g < ranges.size() ? ranges[g] : RowRange{}; });
 }
 
 namespace {

@@ -65,17 +65,32 @@ class EncodedBytes {
 
 // Appends integers of a list, a tuple, an array of any integer type, or bytes that hold native
 // 32-bit integers. Throws Error (kInvalidArgument) naming the element.
-void append_ids(nb::handle row, const std::string& path, std::vector<BlockId>& out);
 void append_tokens(nb::handle tokens, const std::string& path, std::vector<std::uint32_t>& out);
+
+// Chunks [first, end) of a row.
+struct RowRange {
+  std::size_t first = 0;
+  std::size_t end = 0;
+};
 
 // Block tables, a row per group. Ownership: value; its view holds until the next read. Threads: one
 // at a time.
 class BlockRowsReader {
  public:
   BlockRows read(nb::handle rows);
+  // Reads of row g only ranges[g], of rows beyond `ranges` nothing: the cost follows what a job
+  // moves. The other entries of the view have no meaning.
+  BlockRows read(nb::handle rows, std::span<const RowRange> ranges);
+  // Ids taken from Python so far.
+  std::uint64_t ids_read() const noexcept { return ids_read_; }
 
  private:
-  std::vector<BlockId> ids_;
+  // Reads rows[g] up to the longest range that `range_of` may give.
+  template <class RangeOf>
+  BlockRows read_ranges(nb::handle rows, const RangeOf& range_of);
+
+  std::uint64_t ids_read_ = 0;
+  std::vector<BlockId> ids_;  // never shrinks: unread entries are not even cleared
   std::vector<std::size_t> ends_;
   std::vector<std::span<const BlockId>> rows_;
 };

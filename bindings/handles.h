@@ -83,6 +83,7 @@ class BoundScheduler {
 
   std::atomic<bool> in_use{false};
   BlockRowsReader rows;
+  std::vector<RowRange> row_ranges;
   HashListReader hashes;
   const std::uint32_t hash_width;
 
@@ -150,5 +151,6 @@ void bind_store_plan(
     nb::module_& module);  // store_plan.cpp: StepPlan, ReadyToken, LoadEnd, SubmitResult
 void bind_store_scheduler(nb::module_& module);  // store_scheduler.cpp
 void bind_store_worker(nb::module_& module);     // store_worker.cpp
+void bind_store_loads(nb::module_& module);      // store_loads.cpp: RankLoads
 
 }  // namespace kvprism::bindings

@@ -10,6 +10,7 @@ void bind_store(nb::module_& m) {
   bind_store_plan(m);
   bind_store_scheduler(m);
   bind_store_worker(m);
+  bind_store_loads(m);
 }
 
 }  // namespace kvprism::bindings

@@ -36,6 +36,18 @@ nb::bytes encoded(const BoundPlan& bound) {
   return nb::bytes(bytes.data(), bytes.size());
 }
 
+std::vector<std::int32_t> blocks_of(const BoundPlan& bound, std::uint64_t job) {
+  std::vector<std::int32_t> ids;
+  const StepPlanView plan = bound.plan.view();
+  for (const JobRecord& record : plan.jobs) {
+    if (raw(record.id) != job) continue;
+    for (const RunRecord& run : plan.runs.subspan(record.first_run, record.num_runs)) {
+      for (const BlockId id : plan.ids.subspan(run.first_id, run.count)) ids.push_back(raw(id));
+    }
+  }
+  return ids;
+}
+
 ReadyToken event_token(std::uintptr_t event, std::uintptr_t query, int not_ready,
                        std::uintptr_t destroy) {
   if (query == 0)
@@ -67,6 +79,13 @@ In one process the object itself is submitted. It pickles as its encoded bytes.)
       .def_prop_ro(
           "num_blocks", [](const BoundPlan& p) { return p.plan.ids.size(); },
           "Blocks that the jobs move.")
+      .def("blocks", &blocks_of, "job"_a, R"(Where one job reads or writes.
+
+Args:
+    job: Its number.
+
+Returns:
+    Block ids in the order of the plan; none when the plan has no such job.)")
       .def("encode", &encoded, R"(The plan as bytes, for a worker in another process.
 
 Returns:

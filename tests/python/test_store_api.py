@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import configs
 import kvprism
@@ -434,3 +436,70 @@ def test_blocks_of_a_window_that_are_gone_are_skipped() -> None:
     assert [pool.contains(name) for name in names] == [True, False, True]
     assert rank.scheduler.counters()["sources_skipped"] == 1
     assert rank.projection.scheduler_block_size == BLOCK
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda ids: np.asarray(ids, dtype=np.int64)])
+def test_a_save_reads_only_the_blocks_of_its_range(form: Callable[[list[int]], Any]) -> None:
+    """The cost of a chunk follows the chunk, not the context before it."""
+    rank = Rank()
+    tokens = list(range(12 * BLOCK))
+    table = [*range(1, 13)]
+    rank.scheduler.advanced(1, 4 * BLOCK, hashes(tokens))
+    rank.scheduler.save(1, (0, 4 * BLOCK), [form(table)])
+    assert rank.scheduler.counters()["block_ids_read"] == 4
+    rank.step()
+    rank.scheduler.advanced(1, 6 * BLOCK)
+    # What lies outside the range is never looked at.
+    table[:4], table[6:] = [2**40] * 4, [2**40] * 6
+    rank.scheduler.save(1, (4 * BLOCK, 6 * BLOCK), [form(table)])
+    assert rank.scheduler.counters()["block_ids_read"] == 6
+    plan = rank.step()
+    assert plan.num_blocks == 2
+    assert rank.scheduler.counters()["saved_objects"] == 6
+
+
+def test_a_save_that_names_a_later_start_reads_from_the_watermark() -> None:
+    rank = Rank()
+    rank.scheduler.advanced(1, 12, hashes(TOKENS))
+    rank.scheduler.save(1, (8, 12), [[1, 2, 3]])
+    assert rank.scheduler.counters()["block_ids_read"] == 3
+    assert rank.step().num_blocks == 3
+
+
+def test_a_save_reads_nothing_of_scratch_and_of_states() -> None:
+    groups = kvprism.Projection(kvprism.CacheConfig.from_dict(configs.config()))
+    scheduler = kvprism.StoreScheduler(schema(groups), kvprism.memory_store())
+    scheduler.advanced(1, 800, [bytes(32)])
+    scheduler.save(1, (0, 800), [[3], ["a ring's row is not read"], ["nor a state's"]])
+    assert scheduler.counters()["block_ids_read"] == 1
+    assert scheduler.end_step().num_blocks == 1
+
+
+def test_a_rank_hears_of_its_own_loads() -> None:
+    pool = kvprism.MemoryPool()
+    Rank(pool).save(TOKENS, [1, 2, 3])
+    rank = Rank(pool)
+    offered = rank.lookup(TOKENS)
+    job = rank.scheduler.allocated(2, offered, [[4, 5, 6]])
+    assert job is not None
+    gone = rank.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))[1]
+    assert pool.erase(gone)
+    plan = rank.scheduler.end_step()
+    assert (plan.blocks(job), plan.blocks(job + 1)) == ([4, 5, 6], [])
+    encoded = plan.encode()
+    loads = kvprism.RankLoads()
+    loads.expect(encoded)
+    assert len(loads) == 1
+    assert rank.worker.submit(encoded, kvprism.ReadyToken.host())
+    ends: list[kvprism.RankLoadEnd] = []
+    while not ends:
+        report = rank.worker.wait(10.0)
+        assert report is not None
+        ends = loads.take(report)
+    (end,) = ends
+    assert (end.job, end.request, end.complete, end.failed_blocks) == (job, 2, False, [5])
+    assert loads.abandon(job) == []
+    with pytest.raises(kvprism.Error):
+        loads.expect(b"no plan at all")
+    with pytest.raises(kvprism.Error):
+        loads.take(b"no report at all")

@@ -1,0 +1,328 @@
+"""vLLM's KVCacheConfig in kvprism's words: groups, sizes and addresses, no decisions.
+
+Classes are told apart by their exact name, since a subclass may well mean something else, and
+nothing of vLLM is imported for it: names have moved between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .._core import (
+    CacheConfig,
+    CacheTensor,
+    GroupId,
+    KeySchema,
+    Projection,
+    SegmentMap,
+    SpecRegistry,
+)
+from .problems import Problems
+
+Fields = dict[str, Any]
+
+
+class UnknownSpecError(Exception):
+    """A spec class that nobody has described."""
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _attention(spec: Any, kind: str, heads: Callable[[int], int]) -> Fields:
+    # vLLM counts tokens in a block, kvprism stored positions.
+    per_state = spec.tokens_per_state
+    compression = int(per_state) if per_state >= 1 else 1
+    return {
+        "kind": kind,
+        "block_size": spec.block_size // compression,
+        "compression": compression,
+        "num_kv_heads": spec.num_kv_heads,
+        "total_num_kv_heads": heads(spec.num_kv_heads),
+        "head_size": spec.head_size,
+        "head_size_v": spec.head_size_v,
+        "dtype": _dtype(spec.dtype),
+    }
+
+
+def _full(spec: Any, heads: Callable[[int], int]) -> Fields:
+    return _attention(spec, "full_attention", heads)
+
+
+def _window(spec: Any, heads: Callable[[int], int]) -> Fields:
+    # The engine reads that many positions more when it looks ahead.
+    window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return _attention(spec, "sliding_window", heads) | {"sliding_window": window}
+
+
+def _ring(spec: Any, heads: Callable[[int], int]) -> Fields:
+    return _attention(spec, "circular_buffer", heads)
+
+
+def _mamba(spec: Any, heads: Callable[[int], int]) -> Fields:
+    del heads
+    return {
+        "kind": "mamba",
+        "block_size": spec.block_size,
+        "mamba_cache_mode": spec.mamba_cache_mode,
+        "shapes": [list(shape) for shape in spec.shapes],
+        "dtypes": [_dtype(dtype) for dtype in spec.dtypes],
+    }
+
+
+Translator = Callable[[Any, Callable[[int], int]], Fields]
+
+_TRANSLATORS: dict[str, Translator] = {
+    "FullAttentionSpec": _full,
+    "SlidingWindowSpec": _window,
+    "CircularBufferSpec": _ring,
+    "MambaSpec": _mamba,
+}
+_registry = SpecRegistry.builtin()
+
+
+def register_spec(
+    class_name: str, translate: Callable[[Any], Fields], **kind: Any
+) -> None:
+    """Teaches the connector a spec class of yours. Call it where vLLM loads your plugin.
+
+    Args:
+        class_name: Name of the class, without its module.
+        translate: Gives the keys of a group (docs/configuration.md) for one spec.
+        kind: Arguments of ``SpecRegistry.with_kind`` when the class is of a kind that is not built
+            in; none when ``translate`` names a built-in kind.
+    """
+    global _registry
+    if kind:
+        _registry = _registry.with_kind(**kind)
+    _TRANSLATORS[class_name] = lambda spec, heads: translate(spec)
+
+
+def _layer_specs(spec: Any) -> Mapping[str, Any] | None:
+    """The specs of the layers of a wrapper; None of a plain spec."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return layers if isinstance(layers, Mapping) else None
+
+
+def _one_spec(spec: Any, heads: Callable[[int], int]) -> Fields:
+    translate = _TRANSLATORS.get(type(spec).__name__)
+    if translate is None:
+        raise UnknownSpecError(type(spec).__name__)
+    fields = translate(spec, heads)
+    # The engine's own page holds: it may carry scales or padding that no formula here knows.
+    fields["page_size_padded"] = spec.page_size_bytes
+    return fields
+
+
+def _group(group: Any, heads: Callable[[int], int], path: str, problems: Problems) -> Fields:
+    spec = group.kv_cache_spec
+    layers = _layer_specs(spec)
+    each = [spec] if layers is None else list(layers.values())
+    translated = [_one_spec(one, heads) for one in each]
+    for other, one in zip(each[1:], translated[1:], strict=True):
+        differing = [key for key in one if one[key] != translated[0].get(key)]
+        if differing or one.keys() != translated[0].keys():
+            problems.add(
+                f"{path}.kv_cache_spec",
+                type(other).__name__,
+                "layers of one group that are alike",
+                "they differ in " + (", ".join(differing) or "kind"),
+            )
+            break
+    fields = translated[0]
+    return fields | {
+        "layers": list(group.layer_names),
+        "enable_kv_transfer": bool(getattr(group, "enable_kv_transfer", True)),
+        "is_eagle_group": bool(group.is_eagle_group),
+        "host_resident": bool(getattr(group, "host_resident", False)),
+        "role": _word(getattr(group, "role", "default")),
+    }
+
+
+def _word(value: object) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _eagle_drops_blocks(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    drops = getattr(speculative, "use_eagle_block_drop", None)
+    return bool(drops and drops())
+
+
+def _total_heads(vllm_config: Any) -> Callable[[int], int]:
+    """KV heads of the whole model by those of a rank: ranks beyond the heads hold copies."""
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    total = vllm_config.model_config.get_total_num_kv_heads()
+
+    def heads(on_rank: int) -> int:
+        return total if on_rank == 1 and tp > total else on_rank * tp
+
+    return heads
+
+
+@dataclass(frozen=True)
+class Described:
+    """Both halves of the connector build the same one, in their own processes."""
+
+    projection: Projection
+    schema: KeySchema
+    facts: Mapping[str, str]
+
+
+def describe(
+    vllm_config: Any, kv_cache_config: Any, block_sizes: tuple[int, int], namespace: str
+) -> Described:
+    """The projection and the key schema of an engine.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        kv_cache_config: vLLM's KVCacheConfig, of the scheduler or of a worker.
+        block_sizes: The engine's scheduler block size and hash block size, in tokens.
+        namespace: Namespace of the keys.
+
+    Raises:
+        ConfigError: With every problem at once.
+    """
+    problems = Problems()
+    groups = kv_cache_config.kv_cache_groups
+    heads = _total_heads(vllm_config)
+    rows = []
+    for index, group in enumerate(groups):
+        path = f"kv_cache_groups[{index}]"
+        try:
+            rows.append(_group(group, heads, path, problems))
+        except UnknownSpecError as unknown:
+            problems.add(
+                f"{path}.kv_cache_spec",
+                str(unknown),
+                "one of " + ", ".join(sorted(_TRANSLATORS)),
+                "kvprism.vllm.register_spec() teaches the connector another class",
+            )
+    problems.raise_if_any("KV cache of this model")
+    if _eagle_drops_blocks(vllm_config) and not any(row["is_eagle_group"] for row in rows):
+        # Where no group is marked, vLLM drops the last block of every one.
+        for row in rows:
+            row["is_eagle_group"] = True
+    parallel = vllm_config.parallel_config
+    scheduler_block_size, hash_block_size = block_sizes
+    config = CacheConfig.from_dict(
+        {
+            "num_blocks": kv_cache_config.num_blocks,
+            "kv_layout": _layout(vllm_config, kv_cache_config),
+            "parallel": {
+                "tp": parallel.tensor_parallel_size,
+                "pp": parallel.pipeline_parallel_size,
+                "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
+                "dcp": getattr(parallel, "decode_context_parallel_size", 1),
+            },
+            "scheduler_block_size": scheduler_block_size,
+            "hash_block_size": hash_block_size,
+            "namespace": namespace,
+            "groups": rows,
+        },
+        _registry,
+    )
+    projection = Projection(config, _registry)
+    _compare(projection, kv_cache_config, problems)
+    problems.raise_if_any("KV cache of this model")
+    facts = key_facts(vllm_config)
+    return Described(projection, KeySchema.kvprism(projection, **facts), facts)
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any) -> str:
+    name = getattr(kv_cache_config, "kv_cache_layout", None)
+    name = name or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    return str(name or "LBHNC")
+
+
+def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -> None:
+    """What vLLM says itself of its groups must be what the projection says."""
+    ours = tuple(
+        gid
+        for gid in range(projection.num_groups)
+        if projection.store_index(GroupId(gid)) is not None
+    )
+    theirs = tuple(kv_cache_config.prefix_cacheable_group_ids)
+    if ours != theirs:
+        problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
+
+
+def key_facts(vllm_config: Any) -> dict[str, Any]:
+    """What gives the bytes their meaning, beside the groups."""
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    quantization = getattr(model, "quantization", None)
+    return {
+        "model": str(model.model),
+        "model_revision": f"{model.revision or ''};weights={quantization or _dtype(model.dtype)}",
+        "kv_quantization": str(cache.cache_dtype),
+        "hash_algorithm": str(algorithm),
+        "hash_is_stable": _hash_is_stable(str(algorithm)),
+    }
+
+
+def _hash_is_stable(algorithm: str) -> bool:
+    import os
+
+    # vLLM starts the chain of xxhash with random bytes unless the seed is fixed.
+    return algorithm.startswith("sha256") or bool(os.environ.get("PYTHONHASHSEED"))
+
+
+def segment_map(
+    projection: Projection, kv_cache_config: Any, kv_caches: Mapping[str, Any]
+) -> SegmentMap:
+    """Where the blocks of this rank lie.
+
+    Args:
+        projection: Of this rank's own configuration.
+        kv_cache_config: This rank's KVCacheConfig.
+        kv_caches: Layer name to the tensor (or tensors) that vLLM has made.
+
+    Raises:
+        ConfigError: A view does not lie where the configuration says.
+    """
+    problems = Problems()
+    tensors = []
+    for index, placed in enumerate(kv_cache_config.kv_cache_tensors):
+        path = f"kv_cache_tensors[{index}]"
+        views = {name: _first(kv_caches[name]) for name in placed.layers if name in kv_caches}
+        if not views:
+            problems.add(path, placed.layers, "layers that have a tensor")
+            continue
+        storage = next(iter(views.values())).untyped_storage()
+        base = storage.data_ptr()
+        for at, name in enumerate(placed.layers):
+            if name not in views:
+                continue
+            found = views[name].data_ptr() - base
+            wanted = placed.offset + at * placed.layer_stride
+            if views[name].untyped_storage().data_ptr() != base or found != wanted:
+                problems.add(f"{path}.layers[{at}]", name, f"to begin at byte {wanted}")
+        device = next(iter(views.values())).device
+        tensors.append(
+            CacheTensor(
+                base,
+                bytes=storage.nbytes(),
+                layers=list(placed.layers),
+                layer_stride=placed.layer_stride,
+                block_stride=placed.block_stride,
+                offset=placed.offset,
+                device=-1 if device.type == "cpu" else device.index or 0,
+            )
+        )
+    problems.raise_if_any("KV cache tensors")
+    return SegmentMap(projection, tensors)
+
+
+def _first(cache: Any) -> Any:
+    """The first of a state's tensors, which begins its page."""
+    return cache[0] if isinstance(cache, (list, tuple)) else cache
+
+
+def known_specs() -> Iterable[str]:
+    """Names of the spec classes that can be translated."""
+    return sorted(_TRANSLATORS)

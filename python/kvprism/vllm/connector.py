@@ -1,0 +1,307 @@
+"""KVPrismConnector: vLLM's connector contract on top of the two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from .cache_config import describe
+from .contract import check_contract
+from .metadata import ReportMetadata, StepMetadata
+from .options import read_options
+from .problems import Problems
+from .scheduler_side import SchedulerSide
+from .worker_side import WorkerSide
+
+_PRODUCERS = ("kv_producer", "kv_both")
+_CONSUMERS = ("kv_consumer", "kv_both")
+
+
+class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
+    """Stores and loads KV blocks of hybrid models through Mooncake.
+
+    One object of this class lives in vLLM's scheduler and one in each worker. All calls of one
+    object come from one thread.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_contract()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        transfer = vllm_config.kv_transfer_config
+        self._options = read_options(transfer.kv_connector_extra_config)
+        _refuse_sleep_mode(vllm_config)
+        # The engine reads its policy after this constructor; a missing block is no reason to fail.
+        transfer.kv_load_failure_policy = self._options.load_failure_policy
+        if role == KVConnectorRole.SCHEDULER:
+            self._described = self._describe()
+            self._scheduler = SchedulerSide(
+                self._described,
+                self._options,
+                loads=self._options.enable_lookup and transfer.kv_role in _CONSUMERS,
+                saves=transfer.kv_role in _PRODUCERS or self._options.save_decode_cache,
+            )
+
+    def _describe(self) -> Any:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        config = self._kv_cache_config
+        sizes = resolve_kv_cache_block_sizes(config, self._vllm_config)
+        return describe(self._vllm_config, config, sizes, self._options.cache_prefix)
+
+    # What kind of connector this is.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load starts at the hit that all groups share."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is a later miss."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """The cache's memory is registered with Mooncake for as long as the worker lives."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any that vLLM has chosen."""
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nothing happens between layers."""
+        return False
+
+    def get_finished_count(self) -> int | None:
+        """Every rank tells of every load."""
+        return None
+
+    # In a worker.
+
+    def get_mem_pool_context(self) -> Any:
+        """vLLM's own allocator."""
+        return None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Proves where the blocks lie and registers their memory with Mooncake."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = WorkerSide(
+            self._describe(),
+            self._options,
+            self._kv_cache_config,
+            self._vllm_config.parallel_config.rank,
+            kv_caches,
+        )
+
+    def unregister_kv_caches(self) -> None:
+        """Only called in sleep mode, which is refused."""
+
+    def restore_kv_caches(self) -> None:
+        """Only called in sleep mode, which is refused."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Blocks are moved from where they are."""
+
+    def finish_forward(self) -> None:
+        """Loads never feed the forward pass of their own step."""
+
+    def reset_capture_state(self) -> None:
+        """Nothing is captured."""
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Blocks of saves in flight are referenced, so nobody overwrites them."""
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Takes the step's metadata."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.bind(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """Ends the step, and submits its plan where no runner has done so."""
+        if self._worker is not None:
+            self._worker.clear()
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads go with the step's plan: see wait_for_save."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads never feed the forward pass of their own step."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Submits the step's plan: kernels that write its blocks have been queued by now."""
+        if self._worker is not None:
+            self._worker.submit()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """For engines that do not know get_transfer_results()."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that have ended on this rank, once each."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        results = self._worker.take_results()
+        self._failed_blocks = results.failed_blocks
+        return KVConnectorTransferResults(
+            finished_recving=results.finished, failed_recving=results.failed
+        )
+
+    _failed_blocks: set[int] = set()  # noqa: RUF012  # replaced, never changed
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the loads that get_transfer_results() has just named, for one group."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def get_kv_connector_stats(self) -> Any:
+        """None yet."""
+        return None
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """None: the store's content is not announced."""
+        return None
+
+    def get_handshake_metadata(self) -> Any:
+        """Workers do not talk to each other."""
+        return None
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        """What the scheduler's half has to hear."""
+        return None if self._worker is None else self._worker.take_reports()
+
+    # In the scheduler.
+
+    def _half(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise RuntimeError("a call for vLLM's scheduler came to a worker's connector")
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Takes the pool of the cache manager."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Takes the pool, whose references keep the blocks of jobs."""
+        self._half().bind_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be loaded beyond the computed ones."""
+        return self._half().lookup(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plans the load, for which vLLM has made room."""
+        self._half().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """The step's jobs."""
+        return self._half().end_step(scheduler_output)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        self._half().new_request(request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes in the workers' reports."""
+        self._half().take_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks in use by jobs are referenced, so nothing has to be delayed."""
+        self._half().finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished, for models with several groups."""
+        self._half().finished(request)
+        return False, None
+
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """States inside a block end no hit here."""
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the store's content is not announced."""
+        return ()
+
+    def has_pending_block_frees(self) -> bool:
+        """Blocks in flight come back soon, but nobody can say when."""
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        """True while a job uses blocks."""
+        return self._scheduler is not None and self._scheduler.pending_work()
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Workers do not talk to each other."""
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Workers do not talk to each other."""
+
+    def reset_cache(self) -> bool | None:
+        """Refused: objects of other engines may be among them, and Mooncake drops all or none."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """None yet."""
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        """None yet."""
+        return None
+
+    # In both.
+
+    def shutdown(self) -> None:
+        """Ends this half; may be repeated."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+def _refuse_sleep_mode(vllm_config: Any) -> None:
+    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return
+    problems = Problems()
+    problems.add(
+        "enable_sleep_mode",
+        True,
+        "False with this connector",
+        "the cache's memory is registered with Mooncake and may not be unmapped",
+    )
+    problems.raise_if_any("kvprism")

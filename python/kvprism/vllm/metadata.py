@@ -1,0 +1,37 @@
+"""What passes between the scheduler's and the workers' connector, pickled by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """One engine step, from the scheduler to every worker."""
+
+    plan: bytes = b""
+    """The encoded StepPlan, which carries its own version; empty when there is no job."""
+    loads: tuple[tuple[int, str], ...] = ()
+    """Job and request of each load in the plan: workers report loads by vLLM's request ids."""
+    refused: tuple[str, ...] = ()
+    """Requests that wait for a load which was never planned: each worker reports them failed."""
+    abandoned: tuple[int, ...] = ()
+    """Jobs of loads in quarantine: each worker reports them failed."""
+
+
+@dataclass(slots=True)
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """Reports of one or several workers, one behind the other."""
+
+    reports: bytes
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
+        """Concatenates: reports carry their rank and are never summed."""
+        if not isinstance(other, ReportMetadata):
+            raise TypeError(f"cannot aggregate with {type(other).__name__}")
+        return ReportMetadata(self.reports + other.reports)

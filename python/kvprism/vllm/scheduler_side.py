@@ -1,0 +1,239 @@
+"""The connector's half in vLLM's scheduler: hands requests and tables to a StoreScheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from .._core import GroupId, StoreScheduler
+from .cache_config import Described
+from .metadata import ReportMetadata, StepMetadata
+from .mooncake import open_store
+from .options import Options
+
+logger = logging.getLogger("vllm.kvprism")
+
+
+class _Tracked:
+    """A live request."""
+
+    __slots__ = ("accepted", "checked_below", "limit", "number", "request")
+
+    def __init__(self, number: int, request: Any, limit: int | None, step: int) -> None:
+        self.number = number
+        self.request = request
+        self.limit = limit  # tokens that may be saved; None: all
+        self.accepted = 0
+        self.checked_below = step  # with fewer tokens there is nothing new to save
+
+
+class SchedulerSide:
+    """Translates; every decision is the StoreScheduler's. One thread, vLLM's scheduler."""
+
+    def __init__(
+        self, described: Described, options: Options, *, loads: bool, saves: bool
+    ) -> None:
+        self._save_decode = bool(options.save_decode_cache)
+        self._loads = loads
+        self._saves = saves
+        self._step_tokens = described.projection.scheduler_block_size
+        self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
+        self._store = open_store(options, gives_memory=False)
+        self._core = StoreScheduler(
+            described.schema,
+            self._store,
+            loads=loads,
+            saves=saves,
+            lookup_timeout_seconds=options.lookup_timeout_seconds,
+            load_timeout_seconds=options.load_timeout_seconds,
+            save_timeout_seconds=options.save_timeout_seconds,
+            quarantine_after_seconds=options.quarantine_after_seconds,
+            # vLLM gives a request whose load has failed other blocks.
+            detach_quarantined_loads=True,
+            backoff_after=options.backoff_after,
+            backoff_seconds=options.backoff_seconds,
+            saved_fresh_for_seconds=options.saved_fresh_for_seconds,
+        )
+        self._pool: Any = None
+        self._requests: dict[str, _Tracked] = {}
+        self._next_number = 1
+        self._saving: dict[str, _Tracked] = {}  # those that may still have something to save
+        self._loading: dict[int, str] = {}  # job to request, until the load has ended
+        self._step_loads: list[tuple[int, str]] = []
+        self._refused: list[str] = []
+        self._abandoned: list[int] = []
+
+    def bind_pool(self, pool: Any) -> None:
+        """Takes the block pool whose references keep the blocks of jobs."""
+        self._pool = pool
+
+    # What vLLM calls while it schedules.
+
+    def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens the store has beyond the local ones; None: ask in the next step."""
+        if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        found = self._core.lookup(
+            self._number(request), request.num_tokens, request.block_hashes, local_tokens
+        )
+        return found, bool(found)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """The request has blocks; it waits for a load when there are external tokens."""
+        number = self._number(request)
+        if external_tokens == 0:
+            self._core.allocated(number, 0, ())
+            return
+        job = self._core.allocated(number, external_tokens, blocks.get_block_ids())
+        self._reference()
+        if job is None:
+            # vLLM waits all the same, for whatever reason the offer is gone.
+            self._refused.append(request.request_id)
+            return
+        self._loading[job] = request.request_id
+        self._step_loads.append((job, request.request_id))
+
+    def end_step(self, output: Any) -> StepMetadata:
+        """Plans the step's saves and hands over its jobs."""
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._core.preempted(tracked.number)
+        state = output.kv_connector_block_state
+        if self._saves and state is not None:
+            self._save_positional(output.num_scheduled_tokens, state)
+            if state.boundary_state_offloads:
+                self._save_states(state.boundary_state_offloads)
+        plan = self._core.end_step()
+        self._take_load_ends()
+        self._reference()
+        self._release()
+        metadata = StepMetadata(
+            plan.encode() if plan else b"",
+            tuple(self._step_loads),
+            tuple(self._refused),
+            tuple(self._abandoned),
+        )
+        self._step_loads.clear()
+        self._refused.clear()
+        self._abandoned.clear()
+        return metadata
+
+    def _save_positional(self, scheduled: Mapping[str, int], state: Any) -> None:
+        full = []
+        for request_id, saving in self._saving.items():
+            tokens = scheduled.get(request_id)
+            if tokens is None:
+                continue
+            request = saving.request
+            # Draft tokens are counted in `tokens` and are not part of the request yet.
+            accepted = min(request.num_computed_tokens + tokens, request.num_tokens)
+            if saving.limit is not None:
+                accepted = min(accepted, saving.limit)
+            if accepted < saving.checked_below:
+                continue
+            self._advance(saving, accepted)
+            wanted = self._core.wants_save(saving.number)
+            if wanted is not None:
+                self._core.save(saving.number, wanted, state.get_block_ids(request_id))
+            reached = accepted - accepted % self._step_tokens
+            saving.checked_below = reached + self._step_tokens
+            if saving.limit is not None and saving.checked_below > saving.limit:
+                full.append(request_id)
+        for request_id in full:
+            # A long decode of many requests then costs nothing here.
+            del self._saving[request_id]
+
+    def _advance(self, tracked: _Tracked, accepted: int) -> None:
+        tracked.accepted = accepted
+        hashes = tracked.request.block_hashes
+        known = self._core.known_hashes(tracked.number)
+        fresh = hashes[known:] if len(hashes) > known else None
+        self._core.advanced(tracked.number, accepted, fresh, known if fresh else 0)
+
+    def _save_states(self, offers: Mapping[str, list[tuple[int, int, int]]]) -> None:
+        for request_id, states in offers.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            self._advance(tracked, tracked.accepted)
+            for group, block, tokens in states:
+                if tracked.limit is None or tokens <= tracked.limit:
+                    self._core.boundary(tracked.number, self._groups[group], block, tokens)
+
+    # The life of a request.
+
+    def new_request(self, request: Any) -> None:
+        """A request has come."""
+        self._number(request)
+
+    def finished(self, request: Any) -> None:
+        """The request is over, its blocks are still there."""
+        self._saving.pop(request.request_id, None)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        status = getattr(request.status, "name", "")
+        self._core.finished(tracked.number, status == "FINISHED_ABORTED")
+
+    def _number(self, request: Any) -> int:
+        """The StoreScheduler's number of a request; a name that comes again is another one."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            limit = None if self._save_decode else request.num_prompt_tokens
+            tracked = _Tracked(self._next_number, request, limit, self._step_tokens)
+            self._next_number += 1
+            self._requests[request.request_id] = tracked
+            if self._saves and (limit is None or limit >= self._step_tokens):
+                self._saving[request.request_id] = tracked
+        return tracked.number
+
+    # What comes back.
+
+    def take_output(self, output: Any) -> None:
+        """Takes in what workers have told."""
+        metadata = output.kv_connector_worker_meta
+        if isinstance(metadata, ReportMetadata):
+            self._core.report(metadata.reports)
+            self._take_load_ends()
+            self._reference()
+            self._release()
+
+    def _take_load_ends(self) -> None:
+        for end in self._core.take_load_ends():
+            request_id = self._loading.pop(end.job, None)
+            if not end.blocks_quiet:
+                logger.warning(
+                    "kvprism: a load of request %s is still in use by Mooncake; the request gets "
+                    "other blocks",
+                    request_id,
+                )
+                self._abandoned.append(end.job)
+
+    def pending_work(self) -> bool:
+        """Whether the engine must keep stepping."""
+        return bool(self._refused or self._abandoned) or self._core.has_pending_work()
+
+    def counters(self) -> dict[str, int | dict[str, int]]:
+        """The StoreScheduler's counters."""
+        return self._core.counters()
+
+    def close(self) -> None:
+        """Ends lookups; may be repeated."""
+        self._core.close(0.5)
+
+    # References of jobs on blocks.
+
+    def _reference(self) -> None:
+        ids = self._core.take_acquired()
+        if len(ids):
+            blocks = self._pool.blocks
+            self._pool.touch([blocks[block] for block in ids])
+
+    def _release(self) -> None:
+        ids = self._core.take_released()
+        if len(ids):
+            blocks = self._pool.blocks
+            # The end of a prefix is the first that may go.
+            self._pool.free_blocks([blocks[block] for block in reversed(ids)])

@@ -1,0 +1,153 @@
+"""The connector's half in a vLLM worker: hands plans to a StoreWorker and tells what it reports."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._core import RankLoadEnd, RankLoads, StoreWorker
+from .cache_config import Described, segment_map
+from .metadata import ReportMetadata, StepMetadata
+from .mooncake import open_store
+from .options import Options
+from .ready import ready_source
+
+logger = logging.getLogger("vllm.kvprism")
+
+
+@dataclass
+class Results:
+    """What a step tells vLLM of loads."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+class WorkerSide:
+    """Translates; the StoreWorker's own thread moves the bytes. One thread, vLLM's worker."""
+
+    def __init__(
+        self,
+        described: Described,
+        options: Options,
+        kv_cache_config: Any,
+        rank: int,
+        kv_caches: Mapping[str, Any],
+    ) -> None:
+        self._map = segment_map(described.projection, kv_cache_config, kv_caches)
+        self._store = open_store(options, gives_memory=True)
+        self._worker = StoreWorker(
+            described.schema,
+            self._map,
+            self._store,
+            rank=rank,
+            max_segments_per_call=options.max_segments_per_call,
+            max_bytes_per_call=options.max_bytes_per_call,
+            max_gets_in_flight=options.max_gets_in_flight,
+            max_puts_in_flight=options.max_puts_in_flight,
+        )
+        # With one group vLLM keeps what arrived before the first failed block; with several it
+        # cannot tell whose block a number is.
+        self._one_group = described.projection.num_groups == 1
+        self._shutdown_timeout = float(options.shutdown_timeout_seconds)
+        self._ready = ready_source(_device_type(kv_caches))
+        self._loads = RankLoads()
+        self._names: dict[int, str] = {}
+        self._bound: StepMetadata | None = None
+        self._submitted = True
+        self._reports: list[bytes] = []
+        self._results = Results()
+        self._closed = False
+        logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
+
+    def bind(self, metadata: StepMetadata) -> None:
+        """Takes a step's metadata; some runners never come to the end of the step before."""
+        self.submit()
+        self._bound = metadata
+        self._submitted = False
+        self._results.finished.update(metadata.refused)
+        self._results.failed.update(metadata.refused)
+
+    def submit(self) -> None:
+        """Hands the plan over, once, however often a runner comes here."""
+        metadata = self._bound
+        if metadata is None or self._submitted:
+            return
+        self._submitted = True
+        if metadata.plan:
+            self._loads.expect(metadata.plan)
+            self._names.update(metadata.loads)
+            taken = self._worker.submit(metadata.plan, self._ready.token())
+            if not taken:
+                logger.error("kvprism: a plan was refused: %s", taken.refusal)
+        for job in metadata.abandoned:
+            for end in self._loads.abandon(job):
+                self._end(end, detach=True)
+
+    def clear(self) -> None:
+        """The step is over."""
+        self.submit()
+        self._bound = None
+
+    def take_results(self) -> Results:
+        """Loads that have ended since the last call."""
+        report = self._worker.poll()
+        if report:
+            self._reports.append(report)
+            for end in self._loads.take(report):
+                self._end(end, detach=False)
+        results, self._results = self._results, Results()
+        return results
+
+    def _end(self, end: RankLoadEnd, *, detach: bool) -> None:
+        name = self._names.pop(end.job)
+        self._results.finished.add(name)
+        if end.complete:
+            return
+        logger.warning(
+            "kvprism: %d blocks of request %s could not be loaded", len(end.failed_blocks), name
+        )
+        if self._one_group and not detach:
+            self._results.failed_blocks.update(end.failed_blocks)
+        else:
+            self._results.failed.add(name)
+
+    def take_reports(self) -> ReportMetadata | None:
+        """What the scheduler has to hear."""
+        if not self._reports:
+            return None
+        reports = ReportMetadata(b"".join(self._reports))
+        self._reports.clear()
+        return reports
+
+    def counters(self) -> dict[str, int]:
+        """The StoreWorker's counters."""
+        return self._worker.counters()
+
+    def close(self) -> None:
+        """Waits for saves in flight, within its bound; may be repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + self._shutdown_timeout
+        while self._worker.counters()["jobs_alive"]:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            self._worker.wait(min(left, 0.1))
+        unquiet = self._worker.close(max(0.5, end - time.monotonic()))
+        if unquiet:
+            logger.warning(
+                "kvprism: %d calls of Mooncake have not ended; their memory stays mapped", unquiet
+            )
+
+
+def _device_type(kv_caches: Mapping[str, Any]) -> str:
+    for cache in kv_caches.values():
+        tensor = cache[0] if isinstance(cache, (list, tuple)) else cache
+        return str(tensor.device.type)
+    return "cpu"

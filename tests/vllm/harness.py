@@ -1,0 +1,127 @@
+"""Runs engines and compares what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
+PREFIX, SUFFIXES = 300, (316, 325, 323, 338)
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "KMP_BLOCKTIME": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prompts(
+    seed: int = 1, prefix: int = PREFIX, suffixes: tuple[int, ...] = SUFFIXES
+) -> list[list[int]]:
+    """Prompts that share their beginning."""
+    draw = random.Random(seed)
+    begin = [draw.randrange(4, 512) for _ in range(prefix)]
+    return [begin + [draw.randrange(4, 512) for _ in range(length)] for length in suffixes]
+
+
+class EngineError(Exception):
+    """An engine did not come to its end; the message has its output."""
+
+
+def run_engine(
+    model: Path,
+    rounds: list[list[list[int]]],
+    *,
+    engine: Mapping[str, Any],
+    connector: Mapping[str, Any] | None = None,
+    max_tokens: int = 16,
+    environment: Mapping[str, str] | None = None,
+    script: str = "engine_run.py",
+    timeout: float = 240.0,
+    **more: Any,
+) -> dict[str, Any]:
+    """Serves rounds of prompts with one engine in a new process."""
+    task = {
+        "model": str(model),
+        "engine": {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 16384,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 2048,
+            "seed": 0,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            **engine,
+        },
+        "connector": connector,
+        "rounds": rounds,
+        "max_tokens": max_tokens,
+        **more,
+    }
+    with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as answer:
+        command = 'exec "$0" "$1" 3>"$2"'
+        process = subprocess.run(
+            ["bash", "-c", command, sys.executable, str(HERE / script), answer.name],
+            input=json.dumps(task),
+            text=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            timeout=timeout,
+            check=False,
+        )
+        log.seek(0)
+        text = log.read()
+        content = answer.read()
+    if process.returncode != 0 or not content:
+        raise EngineError(f"exit status {process.returncode}\n{text[-20000:]}")
+    return json.loads(content) | {"log": text}
+
+
+def tokens(result: Mapping[str, Any], round_number: int = 0) -> list[list[int]]:
+    """Generated tokens of each prompt."""
+    return [output["tokens"] for output in result["rounds"][round_number]["outputs"]]
+
+
+def hits(result: Mapping[str, Any], round_number: int = -1) -> int:
+    """Tokens that came from the store, over the rounds up to this one."""
+    return int(result["rounds"][round_number]["external"]["hits"])
+
+
+def largest_logprob_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Over all tokens of all prompts of the first round."""
+    return max(
+        abs(a - b)
+        for ours, theirs in zip(
+            one["rounds"][0]["outputs"], other["rounds"][0]["outputs"], strict=True
+        )
+        for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=True)
+    )
+
+
+def kvprism_connector(master: str, **options: Any) -> dict[str, Any]:
+    """The kv-transfer config of this project's connector."""
+    return {
+        "kv_connector": "KVPrismConnector",
+        "kv_connector_module_path": "kvprism.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"master_server_address": master, **options},
+    }
