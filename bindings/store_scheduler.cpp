@@ -4,11 +4,15 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
 #include <random>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -208,6 +212,40 @@ Raises:
       .def_prop_ro(
           "epoch", [](BoundScheduler& b) { return b.shared()->options().epoch; },
           "Travels in every plan and report.")
+      .def(
+          "set_mode",
+          [](BoundScheduler& b, std::string_view name) {
+            constexpr StoreMode kModes[] = {StoreMode::kReadWrite, StoreMode::kReadOnly,
+                                            StoreMode::kWriteOnly, StoreMode::kOff};
+            for (const StoreMode mode : kModes) {
+              if (to_string(mode) == name) return Use(b)->set_mode(mode);
+            }
+            fail(ErrorCode::kInvalidArgument, "store scheduler",
+                 {"mode", std::string(name), "read_write, read_only, write_only or off", {}});
+          },
+          "mode"_a,
+          R"(What the store is used for from now on; jobs in flight go on to their end.
+
+Args:
+    mode: "read_write", "read_only", "write_only" or "off", within what `loads` and `saves` allow.
+
+Raises:
+    Error: No such mode.)")
+      .def_prop_ro(
+          "mode", [](BoundScheduler& b) { return std::string(to_string(Use(b)->mode())); },
+          "The mode in force.")
+      .def(
+          "restrict",
+          [](BoundScheduler& b, std::uint64_t request, bool load, bool save) {
+            Use(b)->restrict(RequestId{request}, {load, save});
+          },
+          "request"_a, nb::kw_only(), "load"_a = true, "save"_a = true,
+          R"(Keeps one request out of the store, until `finished` ends it. Call it before its first lookup.
+
+Args:
+    request: The request; begun by this call if it is unknown.
+    load: Whether it may load.
+    save: Whether it may be saved.)")
       .def(
           "lookup",
           [](BoundScheduler& b, std::uint64_t request, std::uint32_t prompt_tokens,

@@ -725,6 +725,78 @@ TEST_F(SchedulerTest, ASaveWithHolesInItsTableProvesNothing) {
       << "the window's first chunks are not in the store";
 }
 
+TEST_F(SchedulerTest, TheModeSaysWhatTheStoreIsUsedFor) {
+  struct Case {
+    StoreMode mode;
+    std::string_view name;
+    bool loads;
+    bool saves;
+  };
+  const Case cases[] = {{StoreMode::kReadWrite, "read_write", true, true},
+                        {StoreMode::kReadOnly, "read_only", true, false},
+                        {StoreMode::kWriteOnly, "write_only", false, true},
+                        {StoreMode::kOff, "off", false, false}};
+  const Hashes hashes(4, 1);
+  for (const Case& c : cases) {
+    build({test::full_group(16), test::mamba_group(16)});
+    exists(hashes, 64);
+    scheduler->set_mode(c.mode);
+    EXPECT_EQ(scheduler->mode(), c.mode);
+    EXPECT_EQ(to_string(c.mode), c.name);
+    EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, c.loads ? 64u : 0u) << c.name;
+    EXPECT_EQ(scheduler->counters().lookup_calls, c.loads ? 1u : 0u) << c.name;
+    scheduler->advanced(kRequest, 64, hashes.list());
+    EXPECT_EQ(scheduler->wants_save(kRequest, now), c.saves ? (TokenRange{0, 64}) : TokenRange{})
+        << c.name;
+    scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+    EXPECT_EQ(scheduler->end_step(now).jobs.size(), c.saves ? 1u : 0u) << c.name;
+    EXPECT_EQ(acquired(), c.saves ? (std::vector<std::int32_t>{5}) : std::vector<std::int32_t>{})
+        << c.name;
+  }
+}
+
+TEST_F(SchedulerTest, AModeChangesBetweenStepsAndLosesNothing) {
+  build({test::full_group(16), test::mamba_group(16)});
+  const Hashes hashes(4, 1);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+  scheduler->set_mode(StoreMode::kReadOnly);
+  EXPECT_TRUE(scheduler->end_step(now).jobs.empty()) << "a state that was offered before goes back";
+  EXPECT_EQ(acquired(), (std::vector<std::int32_t>{5}));
+  EXPECT_EQ(released(), (std::vector<std::int32_t>{5}));
+  EXPECT_EQ(scheduler->counters().saves_dropped, 1u);
+  scheduler->set_mode(StoreMode::kReadWrite);
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}));
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+  EXPECT_EQ(scheduler->end_step(now).jobs.size(), 1u);
+}
+
+TEST_F(SchedulerTest, ARequestMayBeKeptOutOfTheStore) {
+  const Hashes hashes(4, 1);
+  for (const bool load : {false, true}) {
+    for (const bool save : {false, true}) {
+      build({test::full_group(16), test::mamba_group(16)});
+      exists(hashes, 64);
+      scheduler->restrict(kRequest, {load, save});
+      EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, load ? 64u : 0u);
+      scheduler->advanced(kRequest, 64, hashes.list());
+      EXPECT_EQ(scheduler->wants_save(kRequest, now).empty(), !save);
+      scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+      EXPECT_EQ(scheduler->end_step(now).jobs.size(), save ? 1u : 0u);
+
+      // The same id with other hashes: who is to be kept out stays out.
+      const Hashes other(4, 2);
+      exists(other, 64);
+      EXPECT_EQ(settle_lookup(65, other, 0).external_tokens, load ? 64u : 0u);
+      EXPECT_EQ(scheduler->counters().requests_replaced, 1u);
+      scheduler->advanced(kRequest, 64, other.list());
+      EXPECT_EQ(scheduler->wants_save(kRequest, now).empty(), !save);
+      scheduler->finished(kRequest, FinishReason::kCompleted);
+      EXPECT_EQ(settle_lookup(65, other, 0).external_tokens, 64u) << "finished() ends it";
+    }
+  }
+}
+
 TEST_F(SchedulerTest, AFullPoolIsLeftAloneForAWhile) {
   // R50: three full answers, then a pause; nothing is thrown and the engine goes on.
   build({test::full_group(16)});

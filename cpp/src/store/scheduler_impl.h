@@ -39,6 +39,7 @@ struct Request {
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
   bool bypass = false;            // a load failed: compute instead of asking again (R41)
   bool loading = false;
+  RequestAccess access;
   Lookup lookup;
 };
 
@@ -146,7 +147,16 @@ struct StoreScheduler::Impl {
   Presence loaded;
   std::vector<bool> unit_failed;
 
+  StoreMode mode = StoreMode::kReadWrite;
+
   const Projection& projection() const { return schema->projection(); }
+
+  bool may_load() const {
+    return options.loads && (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
+  }
+  bool may_save() const {
+    return options.saves && (mode == StoreMode::kReadWrite || mode == StoreMode::kWriteOnly);
+  }
 
   Request* find(RequestId id) {
     const auto it = requests.find(raw(id));

@@ -65,7 +65,7 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                                     const HashList& hashes, std::uint32_t local_tokens,
                                     Instant now) {
   Impl& s = *impl_;
-  if (!s.options.loads) return {};
+  if (!s.may_load()) return {};
   if (local_tokens % s.step_tokens != 0) {
     // An answer beyond a rounded hit would be misread as one beyond the engine's.
     ++s.counters.lookups_refused;
@@ -78,7 +78,10 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
   if (max <= local) return {};
 
   Request& request = s.remember(id);
-  if (!s.take_hashes(request, hashes) || request.bypass || request.loading) return {};
+  if (!s.take_hashes(request, hashes) || request.bypass || request.loading ||
+      !request.access.load) {
+    return {};
+  }
 
   s.take_answers(now);
   Lookup& lookup = request.lookup;

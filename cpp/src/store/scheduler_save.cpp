@@ -46,7 +46,7 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
   if (offers.empty()) return;
-  if (now < backoff_until) {
+  if (now < backoff_until || !may_save()) {
     drop_offers();
     return;
   }
@@ -157,7 +157,9 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
 TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   Impl& s = *impl_;
   Request* const request = s.find(id);
-  if (request == nullptr || !s.options.saves || now < s.backoff_until) return {};
+  if (request == nullptr || !s.may_save() || !request->access.save || now < s.backoff_until) {
+    return {};
+  }
   const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
   const std::uint32_t to = s.aligned(std::min(request->accepted, hashed));
   if (to <= request->planned || to <= request->retry_above) return {};
@@ -211,7 +213,8 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   Impl& s = *impl_;
   Request* const request = s.find(id);
   const std::optional<StoreIndex> index = s.projection().store_index(group);
-  if (!s.options.saves || !index) return;
+  if (!s.may_save() || !index) return;
+  if (request != nullptr && !request->access.save) return;
   const std::uint32_t chunk_tokens = s.groups[raw(*index)].chunk_tokens;
   const bool known =
       request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;

@@ -61,7 +61,9 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
       // The id serves another request now.
       fits = hashes.first == 0;
       if (fits) {
+        const RequestAccess access = request.access;
         request = Request{};
+        request.access = access;
         request.generation = next_generation++;
         known = 0;
         ++counters.requests_replaced;
@@ -146,6 +148,27 @@ StoreScheduler::~StoreScheduler() = default;
 const Projection& StoreScheduler::projection() const noexcept { return impl_->projection(); }
 const StoreSchedulerOptions& StoreScheduler::options() const noexcept { return impl_->options; }
 
+std::string_view to_string(StoreMode mode) noexcept {
+  switch (mode) {
+    case StoreMode::kReadWrite:
+      return "read_write";
+    case StoreMode::kReadOnly:
+      return "read_only";
+    case StoreMode::kWriteOnly:
+      return "write_only";
+    case StoreMode::kOff:
+      break;
+  }
+  return "off";
+}
+
+void StoreScheduler::set_mode(StoreMode mode) noexcept { impl_->mode = mode; }
+StoreMode StoreScheduler::mode() const noexcept { return impl_->mode; }
+
+void StoreScheduler::restrict(RequestId id, RequestAccess access) {
+  impl_->remember(id).access = access;
+}
+
 void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens, const HashList& hashes) {
   Impl& s = *impl_;
   Request& request = s.remember(id);
@@ -169,7 +192,7 @@ void StoreScheduler::finished(RequestId id, FinishReason) {
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
   const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
-  if (impl_->options.saves &&
+  if (impl_->options.saves && request->access.save &&
       impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
     ++impl_->counters.saves_dropped;
   }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvprism/base/export.h"
@@ -18,6 +19,17 @@
 #include "kvprism/wire/worker_report.h"
 
 namespace kvprism {
+
+// What the store is used for, on top of what the options allow. May change at any time.
+enum class StoreMode : std::uint8_t { kReadWrite, kReadOnly, kWriteOnly, kOff };
+
+KVPRISM_API std::string_view to_string(StoreMode mode) noexcept;  // "read_write", ...
+
+// What one request may use the store for.
+struct RequestAccess {
+  bool load = true;
+  bool save = true;
+};
 
 struct StoreSchedulerOptions {
   std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
@@ -99,7 +111,7 @@ struct StoreSchedulerCounters {
   std::uint64_t loaded_objects = 0;
   std::uint64_t loaded_bytes = 0;
   std::uint64_t save_chunks_failed = 0;
-  std::uint64_t saves_dropped = 0;      // while backing off from a full pool
+  std::uint64_t saves_dropped = 0;      // while backing off from a full pool, or by mode
   std::uint64_t saves_known = 0;        // stretches of S tokens saved lately: not saved again
   std::uint64_t hashes_refused = 0;     // of another width, or with a gap before them
   std::uint64_t requests_replaced = 0;  // ids that came with other hashes, without finished()
@@ -126,6 +138,15 @@ class KVPRISM_API StoreScheduler {
 
   const Projection& projection() const noexcept;
   const StoreSchedulerOptions& options() const noexcept;
+
+  // From now on; what is in flight goes on to its end. A request that becomes savable again is
+  // saved from where it was left.
+  void set_mode(StoreMode mode) noexcept;
+  StoreMode mode() const noexcept;
+
+  // Begins the request if it is unknown; call before its first lookup. Only finished() ends the
+  // restriction: an id reused without it keeps it.
+  void restrict(RequestId request, RequestAccess access);
 
   // How many tokens beyond `local_tokens` (the engine's own hit, a multiple of S) the store offers.
   // `hashes` are all hashes of the prompt at granularity h; they are copied once. The answer leaves
