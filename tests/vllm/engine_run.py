@@ -1,28 +1,46 @@
-"""One engine from start to end, in a process of its own: a JSON task on stdin, a JSON line on fd 3.
+"""Engines one after the other in this process: a JSON task on stdin, a JSON line on fd 3.
 
-The task has ``model``, ``engine`` (arguments of vllm.LLM), ``prompts`` (token ids), ``max_tokens``
-and ``connector`` (a kv-transfer config or null).
+The task has ``model``, ``engine`` (arguments of vllm.LLM), ``max_tokens`` and ``engines``, each with
+``connector`` (a kv-transfer config or null) and ``rounds`` of prompts (token ids); the engine's own
+prefix cache is emptied between rounds when ``reset`` is true.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
-def run(task: dict[str, Any]) -> dict[str, Any]:
+def run_all(task: dict[str, Any]) -> list[dict[str, Any]]:
     import vllm.v1.worker.cpu.shm  # noqa: F401  # placeholders for torch.cuda.Event
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if "ring" in Path(task["model"]).name:
+        import ring_model
+
+        ring_model.register()
+    results = []
+    for engine in task["engines"]:
+        results.append(run(task, engine))
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return results
+
+
+def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     arguments = dict(task["engine"])
-    if task.get("connector"):
-        arguments["kv_transfer_config"] = task["connector"]
+    if engine.get("connector"):
+        arguments["kv_transfer_config"] = engine["connector"]
     begin = time.monotonic()
     llm = LLM(model=task["model"], **arguments)
     started = time.monotonic()
@@ -30,21 +48,43 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         temperature=0.0, max_tokens=task.get("max_tokens", 16), ignore_eos=True, logprobs=0
     )
     rounds = []
-    for prompts in task["rounds"]:
+    hits_before = external_hits(llm)
+    for number, prompts in enumerate(engine["rounds"]):
+        if number and engine.get("reset"):
+            empty_prefix_cache(llm)
         at = time.monotonic()
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
         )
+        seconds = time.monotonic() - at
+        hits = external_hits(llm)
         rounds.append(
             {
-                "seconds": time.monotonic() - at,
+                "seconds": seconds,
                 "outputs": [describe(output) for output in outputs],
-                "external": external_hits(llm),
+                "hits": hits - hits_before,
             }
         )
+        hits_before = hits
     result = {"start_seconds": started - begin, "rounds": rounds, "counters": counters(llm)}
+    if engine.get("ring_pieces"):
+        import ring_model
+
+        pieces = sorted(ring_model.written)
+        Path(engine["ring_pieces"]).write_bytes(b"".join(pieces))
+        result["rings"] = rings_in_memory(llm, pieces)
     llm.llm_engine.engine_core.shutdown()
     return result
+
+
+def empty_prefix_cache(llm: Any) -> None:
+    """Waits for saves, whose blocks are in use, by stepping the engine."""
+    core = llm.llm_engine.engine_core.engine_core
+    end = time.monotonic() + 60
+    while not llm.reset_prefix_cache():
+        if time.monotonic() > end:
+            raise TimeoutError("blocks stay in use")
+        core.step_fn()
 
 
 def describe(output: Any) -> dict[str, Any]:
@@ -53,33 +93,38 @@ def describe(output: Any) -> dict[str, Any]:
         "tokens": list(choice.token_ids),
         "finish": choice.finish_reason,
         "cached": output.num_cached_tokens,
-        "logprobs": [
-            next(iter(step.values())).logprob for step in (choice.logprobs or [])
-        ],
+        "logprobs": [next(iter(step.values())).logprob for step in (choice.logprobs or [])],
     }
 
 
-def scheduler_of(llm: Any) -> Any:
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    return getattr(core, "scheduler", None)
-
-
-def external_hits(llm: Any) -> dict[str, int]:
-    """Tokens asked of the store and found there so far, as vLLM's own metrics count them."""
-    values = {metric.name: metric for metric in llm.get_metrics()}
-    return {
-        word: int(getattr(values.get(f"vllm:external_prefix_cache_{word}"), "value", 0))
-        for word in ("queries", "hits")
-    }
+def external_hits(llm: Any) -> int:
+    """Tokens found in the store so far, as vLLM's own metrics count them."""
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:external_prefix_cache_hits":
+            return int(metric.value)
+    return 0
 
 
 def counters(llm: Any) -> dict[str, Any] | None:
-    connector = getattr(scheduler_of(llm), "connector", None)
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
     half = getattr(connector, "_scheduler", None)
     return half.counters() if half is not None else None
 
 
+def rings_in_memory(llm: Any, pieces: list[bytes]) -> int:
+    """How many of the pieces the cache's own memory still holds: the search can find them."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    rings = [
+        layer.kv_cache
+        for name, layer in runner.vllm_config.compilation_config.static_forward_context.items()
+        if name.endswith(".ring")
+    ]
+    memory = b"".join(bytes(ring.untyped_storage()) for ring in rings[:1])
+    return sum(piece in memory for piece in pieces[:200])
+
+
 if __name__ == "__main__":
     answer = os.fdopen(3, "w")
-    json.dump(run(json.load(sys.stdin)), answer)
+    json.dump(run_all(json.load(sys.stdin)), answer)
     answer.close()

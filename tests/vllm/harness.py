@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("engine_run.py")
 # Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
 PREFIX, SUFFIXES = 300, (316, 325, 323, 338)
 
@@ -32,6 +33,18 @@ _ENVIRONMENT = {
 }
 
 
+_ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 16384,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 2048,
+    "seed": 0,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+}
+
+
 def prompts(
     seed: int = 1, prefix: int = PREFIX, suffixes: tuple[int, ...] = SUFFIXES
 ) -> list[list[int]]:
@@ -45,41 +58,37 @@ class EngineError(Exception):
     """An engine did not come to its end; the message has its output."""
 
 
-def run_engine(
+@dataclass
+class Engine:
+    """What one engine shall do."""
+
+    connector: Mapping[str, Any] | None = None
+    rounds: list[list[list[int]]] = field(default_factory=lambda: [prompts()])
+    reset: bool = False
+    """Empty the engine's own prefix cache between rounds."""
+    ring_pieces: str = ""
+    """File for the beginnings of all ring rows."""
+
+
+def run_engines(
     model: Path,
-    rounds: list[list[list[int]]],
+    engines: list[Engine],
     *,
     engine: Mapping[str, Any],
-    connector: Mapping[str, Any] | None = None,
     max_tokens: int = 16,
     environment: Mapping[str, str] | None = None,
-    script: str = "engine_run.py",
-    timeout: float = 240.0,
-    **more: Any,
-) -> dict[str, Any]:
-    """Serves rounds of prompts with one engine in a new process."""
+    timeout: float = 400.0,
+) -> list[dict[str, Any]]:
+    """Runs engines one after the other in one new process."""
     task = {
         "model": str(model),
-        "engine": {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 16384,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 2048,
-            "seed": 0,
-            "enable_prefix_caching": True,
-            "disable_log_stats": False,
-            **engine,
-        },
-        "connector": connector,
-        "rounds": rounds,
+        "engine": {**_ENGINE, **engine},
+        "engines": [asdict(each) for each in engines],
         "max_tokens": max_tokens,
-        **more,
     }
     with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as answer:
-        command = 'exec "$0" "$1" 3>"$2"'
         process = subprocess.run(
-            ["bash", "-c", command, sys.executable, str(HERE / script), answer.name],
+            ["bash", "-c", 'exec "$0" "$1" 3>"$2"', sys.executable, str(SCRIPT), answer.name],
             input=json.dumps(task),
             text=True,
             stdout=log,
@@ -93,7 +102,7 @@ def run_engine(
         content = answer.read()
     if process.returncode != 0 or not content:
         raise EngineError(f"exit status {process.returncode}\n{text[-20000:]}")
-    return json.loads(content) | {"log": text}
+    return [result | {"log": text} for result in json.loads(content)]
 
 
 def tokens(result: Mapping[str, Any], round_number: int = 0) -> list[list[int]]:
@@ -101,9 +110,9 @@ def tokens(result: Mapping[str, Any], round_number: int = 0) -> list[list[int]]:
     return [output["tokens"] for output in result["rounds"][round_number]["outputs"]]
 
 
-def hits(result: Mapping[str, Any], round_number: int = -1) -> int:
-    """Tokens that came from the store, over the rounds up to this one."""
-    return int(result["rounds"][round_number]["external"]["hits"])
+def hits(result: Mapping[str, Any], round_number: int = 0) -> int:
+    """Tokens that came from the store in a round."""
+    return int(result["rounds"][round_number]["hits"])
 
 
 def largest_logprob_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:

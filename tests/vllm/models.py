@@ -90,6 +90,8 @@ CONFIGS = {
     "llama8": _llama(8),
     "gemma3": _gemma3(),
     "qwen3next": _qwen3next(),
+    "ring_llama": _llama() | {"architectures": ["RingLlamaForCausalLM"]},
+    "ring_qwen3next": _qwen3next() | {"architectures": ["RingQwen3NextForCausalLM"]},
 }
 
 

@@ -27,7 +27,7 @@ class Option:
 
     name: str
     kind: str
-    """bool, int, bytes, seconds, text, choice or text list."""
+    """bool, int, bytes, seconds, text or choice."""
     default: Any
     unit: str
     meaning: str
