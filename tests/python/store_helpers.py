@@ -52,7 +52,8 @@ class Rank:
             self.memory, layers=list(LAYERS), layer_stride=NUM_BLOCKS * page, block_stride=page
         )
         self.store = options.pop("store", None) or kvprism.memory_store(pool)
-        self.scheduler = kvprism.StoreScheduler(self.schema, self.store, **options)
+        index = options.pop("index", self.store)
+        self.scheduler = kvprism.StoreScheduler(self.schema, index, **options)
         self.worker = kvprism.StoreWorker(
             self.schema, kvprism.SegmentMap(self.projection, [tensor]), self.store
         )

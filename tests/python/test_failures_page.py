@@ -40,7 +40,8 @@ def cpp_tests() -> frozenset[str]:
 def python_tests() -> frozenset[str]:
     return frozenset(
         f"{path.name}::{name}"
-        for path in (ROOT / "tests/python").glob("test_*.py")
+        for folder in ("tests/python", "tests/vllm")
+        for path in (ROOT / folder).glob("test_*.py")
         for name in re.findall(r"^\s*def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
     )
 
