@@ -69,12 +69,15 @@ nb::object read_array(nb::handle memory, CacheTensor& tensor) {
 
 void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> layers,
                  std::uint64_t block_stride, std::uint64_t layer_stride, std::uint64_t offset,
-                 std::optional<std::uint64_t> bytes, std::optional<int> device) {
+                 std::optional<std::uint64_t> bytes, std::optional<int> device,
+                 std::uint64_t head_stride, std::uint32_t kernel_block_size) {
   CacheTensor tensor;
   tensor.layers = std::move(layers);
   tensor.block_stride = block_stride;
   tensor.layer_stride = layer_stride;
   tensor.offset = offset;
+  tensor.head_stride = head_stride;
+  tensor.kernel_block_size = kernel_block_size;
   if (nb::isinstance<nb::int_>(memory)) {
     std::uint64_t address = 0;
     if (!nb::try_cast(memory, address)) refuse("memory", shown(memory), "an address");
@@ -125,14 +128,15 @@ std::vector<std::pair<std::uintptr_t, std::size_t>> to_pairs(const std::vector<S
 void bind_layout(nb::module_& module) {
   nb::class_<BoundTensor>(module, "CacheTensor",
                           "One backing allocation, or a view of it that some layers use. Byte 0 of "
-                          "layer l and block b is "
-                          "base + offset + l * layer_stride + b * block_stride.")
+                          "layer l, block b and head h is base + offset + l * layer_stride + "
+                          "b * block_stride + h * head_stride.")
       .def("__init__", &make_tensor, "memory"_a, nb::kw_only(), "layers"_a, "block_stride"_a,
            "layer_stride"_a = 0, "offset"_a = 0, "bytes"_a = nb::none(), "device"_a = nb::none(),
+           "head_stride"_a = 0, "kernel_block_size"_a = 0,
            nb::sig("def __init__(self, memory: typing.Any, *, layers: "
                    "collections.abc.Sequence[str], block_stride: int, "
                    "layer_stride: int = 0, offset: int = 0, bytes: int | None = None, device: int "
-                   "| None = None) -> None"),
+                   "| None = None, head_stride: int = 0, kernel_block_size: int = 0) -> None"),
            R"(Describes memory; nothing is read or written.
 
 Args:
@@ -144,6 +148,8 @@ Args:
     offset: Bytes from the start of the allocation to the first layer.
     bytes: Length of the allocation, only with an address.
     device: Ordinal of the accelerator, -1 for host memory; None takes the array's own.
+    head_stride: Bytes from one head to the next; 0 takes what the layout and the other strides imply.
+    kernel_block_size: Stored positions in a block of the attention kernel, when smaller than the block.
 
 Raises:
     ArgumentError: The memory is no such thing.)")
@@ -161,7 +167,14 @@ Raises:
           "block_stride", [](const BoundTensor& t) { return t.tensor.block_stride; }, "In bytes.")
       .def_prop_ro(
           "layer_stride", [](const BoundTensor& t) { return t.tensor.layer_stride; }, "In bytes.")
-      .def_prop_ro("offset", [](const BoundTensor& t) { return t.tensor.offset; }, "In bytes.");
+      .def_prop_ro(
+          "offset", [](const BoundTensor& t) { return t.tensor.offset; }, "In bytes.")
+      .def_prop_ro(
+          "head_stride", [](const BoundTensor& t) { return t.tensor.head_stride; },
+          "In bytes; 0 where it is implied.")
+      .def_prop_ro(
+          "kernel_block_size", [](const BoundTensor& t) { return t.tensor.kernel_block_size; },
+          "In stored positions; 0 for the block.");
 
   nb::class_<SegmentMap>(module, "SegmentMap",
                          "Where the bytes of a block lie, proven once: inside their allocations "
@@ -175,8 +188,7 @@ Args:
     tensors: Every allocation of the pool, or views of it.
 
 Raises:
-    ConfigError: With every problem at once.
-    UnsupportedError: The layout's name is valid but not supported.)")
+    ConfigError: With every problem at once.)")
       .def_prop_ro(
           "projection", [](const SegmentMap& map) { return map.projection().shared_from_this(); },
           "The groups.")
@@ -208,7 +220,8 @@ Raises:
             map.append_segments(id, BlockId{block}, out);
             return to_pairs(out);
           },
-          "group"_a, "block"_a, "Segments of one block in layer order, as (address, bytes).")
+          "group"_a, "block"_a,
+          "Segments of one block in the order of the layout's name, as (address, bytes).")
       .def_prop_ro(
           "regions",
           [](const SegmentMap& map) {

@@ -257,14 +257,6 @@ TEST(SegmentMap, StridesOfAnotherLayoutAreRefused) {
   EXPECT_THAT(paths_of(error), ElementsAre("tensors[0].layer_stride"));
 }
 
-TEST(SegmentMap, OtherLayoutNamesAreNotSupported) {
-  const auto projection = project({blob("blob", 100, {"a"})}, 8, "BLHNC");
-  const Error error = error_of(projection, {tensor({"a"}, 800, 0, 100)});
-  EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-  EXPECT_THAT(error.what(),
-              AllOf(HasSubstr("kv_layout = BLHNC"), HasSubstr("LBHNC"), HasSubstr("not support")));
-}
-
 TEST(SegmentMap, TellsEveryProblemAtOnce) {
   CacheTensor bad;
   bad.layers = {"x"};

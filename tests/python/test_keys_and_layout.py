@@ -132,12 +132,36 @@ def test_a_pool_that_is_too_small_is_refused() -> None:
     assert "at least 6553600 bytes, where block 15 of layer f0 ends" in str(raised.value)
 
 
-def test_other_layouts_are_not_supported_yet() -> None:
-    _, tensors = pool()
-    with pytest.raises(NotImplementedError, match="LBHNC") as raised:
-        SegmentMap(project(kv_layout="BLHNC"), tensors)
-    assert isinstance(raised.value, kvprism.UnsupportedError)
-    assert raised.value.code == "unsupported"
+def test_blocks_outermost_are_one_segment_a_block() -> None:
+    group = attention(layers=["f0", "f1", "f2"], block_size=4, num_kv_heads=2, head_size=8)
+    page = 2 * 4 * 16 * 2
+    row = 3 * page + 32
+    memory = np.zeros(16 * row, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    for layout, strides in {
+        "BLHNC": {"layer_stride": page},
+        "BLNHC": {"layer_stride": page},
+        "BHLNC": {"layer_stride": page // 2},
+    }.items():
+        tensor = CacheTensor(memory, layers=group["layers"], block_stride=row, **strides)
+        segments = SegmentMap(project(group, kv_layout=layout), [tensor])
+        assert segments.segments(GroupId(0), 5) == [(address + 5 * row, 3 * page)], layout
+    tensor = CacheTensor(memory, layers=group["layers"], block_stride=row, layer_stride=page)
+    with pytest.raises(kvprism.ConfigError, match="another layout than kv_layout names"):
+        SegmentMap(project(group, kv_layout="LBHNC"), [tensor])
+
+
+def test_a_kernels_blocks_do_not_change_an_object() -> None:
+    group = attention(block_size=4, num_kv_heads=2, head_size=8)
+    page = 2 * 4 * 16 * 2
+    memory = np.zeros(16 * page, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    tensor = CacheTensor(memory, layers=["f0"], block_stride=page, kernel_block_size=2)
+    assert (tensor.kernel_block_size, tensor.head_stride) == (2, 0)
+    segments = SegmentMap(project(group), [tensor])
+    assert segments.segments(GroupId(0), 1) == [
+        (address + page + at, page // 4) for at in (0, page // 2, page // 4, 3 * page // 4)
+    ]
 
 
 def test_tensors_must_be_tensors() -> None:

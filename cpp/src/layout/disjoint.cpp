@@ -31,6 +31,44 @@ std::optional<Overlap> repeated_group(const std::vector<PageRow>& rows,
   return std::nullopt;
 }
 
+bool one_stride(const std::vector<PageRow>& rows, std::span<const std::size_t> cluster) {
+  return std::all_of(cluster.begin(), cluster.end(),
+                     [&](std::size_t row) { return rows[row].stride == rows[cluster[0]].stride; });
+}
+
+std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
+
+// Rows of one stride repeat alike: a pair overlaps at fixed distances of ids, whatever the ids.
+std::optional<Overlap> periodic(const std::vector<PageRow>& rows,
+                                std::span<const std::size_t> cluster, std::uint32_t num_blocks) {
+  const auto stride = static_cast<std::int64_t>(rows[cluster[0]].stride);
+  const std::int64_t furthest = std::int64_t{num_blocks} - 1;
+  std::optional<Overlap> first;
+  std::uint64_t first_at = 0;
+  for (std::size_t j = 0; j < cluster.size(); ++j) {
+    const PageRow& b = rows[cluster[j]];
+    for (std::size_t i = 0; i < j; ++i) {
+      const PageRow& a = rows[cluster[i]];
+      const auto delta = static_cast<std::int64_t>(b.first - a.first);  // rows are sorted
+      // Page x of a and page y of b overlap when x - y is in [low, high].
+      const std::int64_t low =
+          std::max(-furthest, floor_div(delta - static_cast<std::int64_t>(a.page), stride) + 1);
+      const std::int64_t high =
+          std::min(furthest, floor_div(delta + static_cast<std::int64_t>(b.page) - 1, stride));
+      for (std::int64_t distance = low; distance <= high; ++distance) {
+        if (distance == 0 && a.group != b.group) continue;
+        const auto x = static_cast<std::uint32_t>(std::max<std::int64_t>(distance, 0));
+        const auto y = static_cast<std::uint32_t>(std::max<std::int64_t>(-distance, 0));
+        const std::uint64_t at = std::max(a.first + x * a.stride, b.first + y * b.stride);
+        if (first && first_at <= at) continue;
+        first = Overlap{cluster[i], x, cluster[j], y};
+        first_at = at;
+      }
+    }
+  }
+  return first;
+}
+
 std::optional<Overlap> sweep(const std::vector<PageRow>& rows, std::span<const std::size_t> cluster,
                              std::uint32_t num_blocks) {
   std::vector<Page> pages;
@@ -77,8 +115,9 @@ std::optional<Overlap> find_overlap(const std::vector<PageRow>& rows, std::uint3
       ++end;
     }
     const std::span<const std::size_t> cluster(order.data() + begin, end - begin);
-    const auto overlap =
-        coincide(rows, cluster) ? repeated_group(rows, cluster) : sweep(rows, cluster, num_blocks);
+    const auto overlap = coincide(rows, cluster)     ? repeated_group(rows, cluster)
+                         : one_stride(rows, cluster) ? periodic(rows, cluster, num_blocks)
+                                                     : sweep(rows, cluster, num_blocks);
     if (overlap) return overlap;
     begin = end;
   }

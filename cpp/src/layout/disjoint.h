@@ -26,7 +26,8 @@ struct Overlap {
 };
 
 // The first overlap in address order, if there is one. Rows that coincide, as groups do that
-// overlay one pool, cost nothing; other rows that share bytes are swept page by page.
+// overlay one pool, cost nothing; rows of one stride are compared in pairs, whatever the number of
+// blocks; other rows that share bytes are swept page by page.
 std::optional<Overlap> find_overlap(const std::vector<PageRow>& rows, std::uint32_t num_blocks);
 
 }  // namespace kvprism::detail
