@@ -132,3 +132,28 @@ def test_storage_joins_a_restarted_master_and_the_pool_is_empty() -> None:
         assert engine.store.counters()["replacements"] > 0
         assert engine.holds_nothing()
         engine.close()
+
+
+def test_a_read_that_outlives_its_lease_is_a_failed_load() -> None:
+    """The memory may hold another object by then (R43)."""
+    with LocalMooncake(
+        storage_bytes=64 << 20, master_flags={"default_kv_lease_ttl": 200}
+    ) as mooncake:
+        engine = Engine(mooncake)
+        assert engine.stored(prompt(1)) == 3
+        assert engine.loads_right(prompt(1))
+        request, offered = engine.found(prompt(1))
+        assert engine.scheduler.allocated(request, offered, [TARGETS]) is not None
+        mooncake.pause_storage()
+        assert engine.worker.submit(engine.scheduler.end_step(), kvprism.ReadyToken.host())
+        assert engine.worker.wait(2.0) is None, "ten leases without an answer"
+        mooncake.resume_storage()
+        engine.settle()
+        (end,) = engine.scheduler.take_load_ends()
+        assert not end.complete
+        assert end.valid_tokens == 0
+        assert end.blocks_quiet
+        assert engine.store.counters()["replacements"] == 0
+        engine.scheduler.finished(request)
+        assert engine.holds_nothing()
+        engine.close()
