@@ -20,11 +20,14 @@ build: setup ## Bring build/release up to date with the sources
 demo: build ## Run the demonstration
 	@.venv/bin/kvprism demo
 
+demo-vllm: build ## Run the demonstration with the real vLLM on CPU (make test-vllm says more)
+	@bash scripts/vllm_run.sh examples/vllm/demo.py
+
 test: build ## C++ and Python tests
 	@bash scripts/test.sh $(PYTEST_ARGS)
 
 test-vllm: build ## Tests with the real vLLM on CPU; installs it in .venv-vllm (4 GB)
-	@bash scripts/test_vllm.sh $(PYTEST_ARGS)
+	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= tests/vllm $(PYTEST_ARGS)
 
 test-asan: ## C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@bash scripts/sanitize.sh asan

@@ -1,8 +1,8 @@
 """Engines one after the other in this process: a JSON task on stdin, a JSON line on fd 3.
 
-The task has ``model``, ``engine`` (arguments of vllm.LLM), ``max_tokens`` and ``engines``, each with
-``connector`` (a kv-transfer config or null) and ``rounds`` of prompts (token ids); the engine's own
-prefix cache is emptied between rounds when ``reset`` is true.
+The task has ``model``, ``engine`` (arguments of vllm.LLM), ``max_tokens`` and ``engines``, each
+with ``connector`` (a kv-transfer config or null) and ``rounds`` of prompts (token ids); the
+engine's own prefix cache is emptied between rounds when ``reset`` is true.
 """
 
 from __future__ import annotations

@@ -134,3 +134,98 @@ def kvprism_connector(master: str, **options: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"master_server_address": master, **options},
     }
+
+
+class LiveEngine:
+    """An engine in a process of its own that serves while the test does other things."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        engine: Mapping[str, Any],
+        connector: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in __exit__
+        reader, writer = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                "bash",
+                "-c",
+                f'exec "$0" "$1" 3>&{writer}',
+                sys.executable,
+                str(SCRIPT.with_name("engine_live.py")),
+            ],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            pass_fds=(writer,),
+        )
+        os.close(writer)
+        self._answers = os.fdopen(reader)
+        task = {"model": str(model), "engine": {**_ENGINE, **engine}, "connector": connector}
+        self._order(task)
+
+    def __enter__(self) -> LiveEngine:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                assert self._process.stdin is not None
+                self._process.stdin.write("\n")
+                self._process.stdin.flush()
+                self._answer()
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._answers.close()
+            self._log.close()
+
+    def serve(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_tokens: int = 16,
+        reset: bool = False,
+        abort_after: int | None = None,
+    ) -> dict[str, Any]:
+        """Serves prompts; with ``reset``, nothing but the store can have their cache."""
+        return self._order(
+            {
+                "prompts": prompts,
+                "max_tokens": max_tokens,
+                "reset": reset,
+                "abort_after": abort_after,
+            }
+        )
+
+    @property
+    def log(self) -> str:
+        """What the engine has written so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def _order(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise EngineError(f"the engine has ended\n{self.log[-20000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def tokens_of(answer: Mapping[str, Any]) -> list[list[int]]:
+    """Generated tokens of each prompt of a live engine's answer."""
+    return [output["tokens"] for output in answer["outputs"]]

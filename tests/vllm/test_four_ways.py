@@ -54,9 +54,7 @@ def objects_of(mooncake: LocalMooncake) -> dict[str, bytes]:
     with urllib.request.urlopen(f"http://{mooncake.metrics}/get_all_keys") as answer:
         keys = answer.read().decode().split()
     client = MooncakeDistributedStore()
-    status = client.setup(
-        "127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", mooncake.master
-    )
+    status = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", mooncake.master)
     assert status == 0
     try:
         return {key: client.get(key) for key in keys}

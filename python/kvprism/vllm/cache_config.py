@@ -84,9 +84,7 @@ _TRANSLATORS: dict[str, Translator] = {
 _registry = SpecRegistry.builtin()
 
 
-def register_spec(
-    class_name: str, translate: Callable[[Any], Fields], **kind: Any
-) -> None:
+def register_spec(class_name: str, translate: Callable[[Any], Fields], **kind: Any) -> None:
     """Teaches the connector a spec class of yours. Call it where vLLM loads your plugin.
 
     Args:

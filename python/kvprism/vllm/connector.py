@@ -18,6 +18,7 @@ from .metadata import ReportMetadata, StepMetadata
 from .options import read_options
 from .problems import Problems
 from .scheduler_side import SchedulerSide
+from .stats import StoreMetrics, StoreStats
 from .worker_side import WorkerSide
 
 _PRODUCERS = ("kv_producer", "kv_both")
@@ -174,9 +175,9 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def get_kv_connector_stats(self) -> Any:
-        """None yet."""
-        return None
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """What has happened since the last call: the scheduler's half counts for all ranks."""
+        return None if self._scheduler is None else self._scheduler.take_stats()
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """None: the store's content is not announced."""
@@ -273,16 +274,16 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """None yet."""
-        return None
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        """Stats that another process has sent as a dictionary."""
+        return StoreStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> Any:
-        """None yet."""
-        return None
+    ) -> StoreMetrics:
+        """Counters for Prometheus."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In both.
 

@@ -174,9 +174,7 @@ OPTIONS: tuple[Option, ...] = (
         "So many refused saves in a row (pool full, away or late) pause saving.",
         least=1,
     ),
-    Option(
-        "backoff_seconds", "seconds", 5.0, "seconds", "Length of that pause.", least=0.001
-    ),
+    Option("backoff_seconds", "seconds", 5.0, "seconds", "Length of that pause.", least=0.001),
     Option(
         "saved_fresh_for_seconds",
         "seconds",
@@ -209,9 +207,7 @@ OPTIONS: tuple[Option, ...] = (
         "Bound for setting a Mooncake client up.",
         least=0.001,
     ),
-    Option(
-        "max_segments_per_call", "int", 512, "segments", "Pieces of memory per call.", least=1
-    ),
+    Option("max_segments_per_call", "int", 512, "segments", "Pieces of memory per call.", least=1),
     Option("max_bytes_per_call", "bytes", 64 * MIB, "bytes", "Bytes per call.", least=1),
     Option("max_gets_in_flight", "int", 4, "calls", "Loading calls at a time.", least=1),
     Option("max_puts_in_flight", "int", 2, "calls", "Saving calls at a time.", least=1),

@@ -11,6 +11,7 @@ from .cache_config import Described
 from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
+from .stats import Differences, StoreStats
 
 logger = logging.getLogger("vllm.kvprism")
 
@@ -31,9 +32,7 @@ class _Tracked:
 class SchedulerSide:
     """Translates; every decision is the StoreScheduler's. One thread, vLLM's scheduler."""
 
-    def __init__(
-        self, described: Described, options: Options, *, loads: bool, saves: bool
-    ) -> None:
+    def __init__(self, described: Described, options: Options, *, loads: bool, saves: bool) -> None:
         self._save_decode = bool(options.save_decode_cache)
         self._loads = loads
         self._saves = saves
@@ -63,6 +62,8 @@ class SchedulerSide:
         self._step_loads: list[tuple[int, str]] = []
         self._refused: list[str] = []
         self._abandoned: list[int] = []
+        self._differences = Differences()
+        self._stirred = False  # the counters may have changed
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -74,6 +75,7 @@ class SchedulerSide:
         """How many tokens the store has beyond the local ones; None: ask in the next step."""
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
+        self._stirred = True
         found = self._core.lookup(
             self._number(request), request.num_tokens, request.block_hashes, local_tokens
         )
@@ -106,6 +108,7 @@ class SchedulerSide:
             if state.boundary_state_offloads:
                 self._save_states(state.boundary_state_offloads)
         plan = self._core.end_step()
+        self._stirred |= bool(plan)
         self._take_load_ends()
         self._reference()
         self._release()
@@ -195,6 +198,7 @@ class SchedulerSide:
         """Takes in what workers have told."""
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
+            self._stirred = True
             self._core.report(metadata.reports)
             self._take_load_ends()
             self._reference()
@@ -218,6 +222,13 @@ class SchedulerSide:
     def counters(self) -> dict[str, int | dict[str, int]]:
         """The StoreScheduler's counters."""
         return self._core.counters()
+
+    def take_stats(self) -> StoreStats | None:
+        """What has been counted since the last call, where something may have been."""
+        if not self._stirred:
+            return None
+        self._stirred = self._core.has_pending_work()
+        return self._differences.take(self._core.counters())
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""

@@ -1,0 +1,80 @@
+"""An engine that waits for orders: JSON lines on stdin, answers as JSON lines on fd 3.
+
+The first line has ``model``, ``engine`` and ``connector``. Each further line has ``prompts``,
+``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and ``abort_after``: abort
+all of them after so many steps, unless it is null. An empty line ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import engine_run
+
+
+def main() -> None:
+    import vllm.v1.worker.cpu.shm  # noqa: F401  # placeholders for torch.cuda.Event
+    from vllm import LLM, SamplingParams
+
+    answer = os.fdopen(3, "w", buffering=1)
+    task = json.loads(sys.stdin.readline())
+    arguments = dict(task["engine"])
+    if task["connector"]:
+        arguments["kv_transfer_config"] = task["connector"]
+    llm = LLM(model=task["model"], **arguments)
+    answer.write(json.dumps({"started": True}) + "\n")
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        order = json.loads(line)
+        before = engine_run.external_hits(llm)
+        if order["reset"]:
+            engine_run.empty_prefix_cache(llm)
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=0
+        )
+        at = time.monotonic()
+        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
+        if order["abort_after"] is None:
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        else:
+            outputs = []
+            abort(llm.llm_engine, prompts, parameters, order["abort_after"])
+        reply: dict[str, Any] = {
+            "seconds": time.monotonic() - at,
+            "outputs": [engine_run.describe(output) for output in outputs],
+            "hits": engine_run.external_hits(llm) - before,
+            "counters": engine_run.counters(llm),
+            "preemptions": metric(llm, "vllm:num_preemptions"),
+            "metrics": {
+                entry.name: entry.value
+                for entry in llm.get_metrics()
+                if entry.name.startswith("vllm:kvprism_")
+            },
+        }
+        answer.write(json.dumps(reply) + "\n")
+    llm.llm_engine.engine_core.shutdown()
+    answer.write(json.dumps({"ended": True}) + "\n")
+
+
+def abort(engine: Any, prompts: list[Any], parameters: Any, steps: int) -> None:
+    """Aborts requests while they wait, load or run."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"aborted-{number}", prompt, parameters)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request([f"aborted-{number}" for number in range(len(prompts))])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def metric(llm: Any, name: str) -> int:
+    return sum(int(entry.value) for entry in llm.get_metrics() if entry.name == name)
+
+
+if __name__ == "__main__":
+    main()

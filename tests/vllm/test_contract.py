@@ -1,0 +1,259 @@
+"""vLLM's own classes against what the connector makes of them; no engine runs."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import conftest
+import kvprism
+import pytest
+from kvprism import vllm as kvprism_vllm
+from kvprism.vllm import cache_config
+
+BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(conftest.model("llama")), enforce_eager=True, block_size=32
+    ).create_engine_config()
+
+
+def specs() -> dict[str, Any]:
+    import torch
+    from vllm.v1 import kv_cache_interface as interface
+
+    attention: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return {
+        "full": interface.FullAttentionSpec(block_size=32, **attention),
+        "window": interface.SlidingWindowSpec(
+            block_size=32, sliding_window=100, extra_retained_tokens=3, **attention
+        ),
+        "ring": interface.CircularBufferSpec(
+            block_size=8, num_kv_heads=1, head_size=128, head_size_v=0, dtype=torch.float32
+        ),
+        "mamba": interface.MambaSpec(
+            block_size=32,
+            shapes=((4, 32), (3, 8)),
+            dtypes=(torch.float32, torch.bfloat16),
+            mamba_cache_mode="align",
+            page_size_padded=1024,
+        ),
+        "chunked": interface.ChunkedLocalAttentionSpec(
+            block_size=32, attention_chunk_size=64, **attention
+        ),
+    }
+
+
+def config(*names: str, **groups: Any) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    every = specs()
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(layer_names=[f"{name}.0", f"{name}.1"], kv_cache_spec=spec)
+            for name, spec in [(name, every[name]) for name in names] + list(groups.items())
+        ],
+        kv_cache_layout="LBHNC",
+    )
+
+
+def test_groups_mean_the_same_on_both_sides(vllm_config: Any) -> None:
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    ours = config("full", "ring", "mamba", "window")
+    sizes = resolve_kv_cache_block_sizes(ours, vllm_config)
+    projection = cache_config.describe(vllm_config, ours, sizes, "tenant").projection
+    assert (projection.scheduler_block_size, projection.hash_block_size) == sizes == (32, 32)
+    assert projection.namespace == "tenant"
+    stored = [
+        gid
+        for gid in range(projection.num_groups)
+        if projection.store_index(kvprism.GroupId(gid)) is not None
+    ]
+    assert stored == list(ours.prefix_cacheable_group_ids) == [0, 2, 3]
+    assert projection.num_transfer_groups == len(ours.transfer_group_ids) == 4
+    for row, group in zip(projection.groups(), ours.kv_cache_groups, strict=True):
+        assert row.page_size_bytes == group.kv_cache_spec.page_size_bytes
+        assert row.tokens_per_block == group.kv_cache_spec.block_size
+
+
+def test_a_wrapper_of_alike_layers_is_its_layer(vllm_config: Any) -> None:
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    full = specs()["full"]
+    wrapped = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"full.0": full, "full.1": full}
+    )
+    plain = cache_config.describe(vllm_config, config("full"), (32, 32), "")
+    other = cache_config.describe(vllm_config, config(full=wrapped), (32, 32), "")
+    assert other.projection.digest == plain.projection.digest
+    assert other.schema.fingerprint == plain.schema.fingerprint
+    wrapped.kv_cache_specs["full.1"] = full.copy_with_new_block_size(64)
+    with pytest.raises(kvprism.ConfigError, match="they differ in block_size"):
+        cache_config.describe(vllm_config, config(full=wrapped), (32, 32), "")
+
+
+def test_every_unknown_class_is_named(vllm_config: Any) -> None:
+    class MineSpec(type(specs()["full"])):  # type: ignore[misc]
+        pass
+
+    mine = MineSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=specs()["full"].dtype)
+    with pytest.raises(kvprism.ConfigError) as caught:
+        cache_config.describe(vllm_config, config("full", mine=mine, more=mine), (32, 32), "")
+    text = str(caught.value)
+    assert "kv_cache_groups[1].kv_cache_spec = 'MineSpec': expected one of" in text
+    assert "kv_cache_groups[2].kv_cache_spec = 'MineSpec'" in text
+    assert "kvprism.vllm.register_spec()" in text
+
+    kvprism_vllm.register_spec(
+        "MineSpec",
+        lambda spec: {
+            "kind": "mine",
+            "block_size": spec.block_size,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "dtype": "bfloat16",
+        },
+        name="mine",
+        payload="attention",
+        dcp_sharded=True,
+        latent=False,
+        prefix_cacheable=True,
+        hit="prefix",
+        window=0,
+        save="positional",
+        peer="suffix",
+        replay_tokens=0,
+        fine_grained_lookup=True,
+    )
+    described = cache_config.describe(vllm_config, config("full", mine=mine), (32, 32), "")
+    assert described.projection.groups()[1].kind == "mine"
+
+
+def test_what_changes_the_bytes_changes_the_keys(vllm_config: Any) -> None:
+    import copy
+
+    def fingerprint(change: Any) -> str:
+        changed = copy.copy(vllm_config)
+        changed.model_config = copy.copy(vllm_config.model_config)
+        changed.cache_config = copy.copy(vllm_config.cache_config)
+        change(changed)
+        described = cache_config.describe(changed, config("full"), (32, 32), "")
+        return str(described.schema.fingerprint)
+
+    def set_on(part: str, name: str, value: Any) -> Any:
+        return lambda changed: object.__setattr__(getattr(changed, part), name, value)
+
+    seen = {
+        fingerprint(lambda changed: None),
+        fingerprint(set_on("model_config", "model", "/another/model")),
+        fingerprint(set_on("model_config", "revision", "v2")),
+        fingerprint(set_on("model_config", "quantization", "fp8")),
+        fingerprint(set_on("cache_config", "cache_dtype", "fp8")),
+        fingerprint(set_on("cache_config", "prefix_caching_hash_algo", "sha256_cbor")),
+    }
+    assert len(seen) == 6
+
+
+def test_hashes_that_differ_between_processes_are_refused(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_config.cache_config, "prefix_caching_hash_algo", "xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(kvprism.ConfigError, match="hash"):
+        cache_config.describe(vllm_config, config("full"), (32, 32), "")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    cache_config.describe(vllm_config, config("full"), (32, 32), "")
+
+
+def test_this_vllm_speaks_the_contract() -> None:
+    from kvprism.vllm.contract import differences
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    assert differences(KVConnectorBase_V1) == []
+
+
+def test_every_difference_of_another_vllm_is_named() -> None:
+    from kvprism.vllm.contract import differences
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    class Changed(KVConnectorBase_V1):
+        wait_for_save = None  # type: ignore[assignment]
+
+        def get_num_new_matched_tokens(self, request: Any, computed: int, more: int) -> Any:
+            raise NotImplementedError
+
+    found = differences(Changed, (("vllm.v1.outputs", "KVConnectorOutput", ("gone",)),))
+    assert found == [
+        "Changed.wait_for_save: missing, expected ()",
+        "Changed.get_num_new_matched_tokens(request, computed, more): "
+        "expected (request, num_computed_tokens)",
+        "vllm.v1.outputs.KVConnectorOutput.gone: missing",
+    ]
+
+
+def test_every_method_of_the_contract_is_our_own() -> None:
+    """Newer versions call what older ones do not know: nothing is left to a default."""
+    from kvprism.vllm import KVPrismConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    # Plain book-keeping of the base, and the split of hits by tier, which is not known here.
+    left = {"role", "has_connector_metadata", "get_external_cache_hit_sources"}
+    left |= {"get_loaded_kv_cache_group_ids"}  # the storable groups, by default
+    public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
+    assert public - left <= set(vars(KVPrismConnector))
+    assert {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"} <= set(
+        vars(KVPrismConnector)
+    )
+
+
+def test_metadata_travels_as_bytes() -> None:
+    from kvprism.vllm.metadata import ReportMetadata, StepMetadata
+
+    step = StepMetadata(b"plan", ((1, "a"),), ("b",), (3,))
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert len(pickle.dumps(StepMetadata())) < 200
+    one, other = ReportMetadata(b"one"), ReportMetadata(b"other")
+    assert one.aggregate(other).reports == b"oneother"
+    assert one.reports == b"one"
+    with pytest.raises(TypeError):
+        one.aggregate(object())  # type: ignore[arg-type]
+
+
+def test_the_name_is_known_to_vllm_without_a_module_path() -> None:
+    from kvprism.vllm import KVPrismConnector
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert KVConnectorFactory.get_connector_class_by_name("KVPrismConnector") is KVPrismConnector
+
+
+def test_stats_add_up_in_any_order() -> None:
+    from kvprism.vllm import KVPrismConnector
+    from kvprism.vllm.stats import COUNTERS, Differences
+
+    counters: dict[str, Any] = {name: 0 for name in COUNTERS if "." not in name}
+    counters["ledger"] = {"quarantined": 0}
+    differences = Differences()
+    assert differences.take(counters) is None
+    counters["loads"] = 2
+    first = differences.take(counters)
+    counters |= {"loads": 5, "ledger": {"quarantined": 1}}
+    second = differences.take(counters)
+    assert first is not None
+    assert second is not None
+    assert second.data == {"loads": 3, "ledger.quarantined": 1}
+    sent = KVPrismConnector.build_kv_connector_stats(second.to_dict())
+    both = sent.aggregate(first)
+    assert both.reduce() == {"kvprism_loads": 5, "kvprism_ledger.quarantined": 1}
+    assert not both.is_empty()
+    both.reset()
+    assert both.is_empty()

@@ -1,0 +1,111 @@
+"""What becomes of single requests: chunks, preemption, abort, answers, roles and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import conftest
+import harness
+import pytest
+from harness import LiveEngine, tokens_of
+from kvprism.local_mooncake import LocalMooncake
+
+ENGINE = {"block_size": 32}
+# Prompts are computed in chunks of 256 tokens, and all four do not fit beside their answers.
+SMALL = {
+    "block_size": 32,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "num_gpu_blocks_override": 56,
+}
+LENGTH = 120
+
+
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[LocalMooncake]:
+    with LocalMooncake(storage_bytes=1 << 30) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The first answers to our prompts, of an engine without a connector and with room."""
+    with LiveEngine(conftest.model("llama"), engine=ENGINE) as engine:
+        return tokens_of(engine.serve(harness.prompts(), max_tokens=LENGTH))
+
+
+def connect(mooncake: LocalMooncake, role: str = "kv_both", **options: Any) -> dict[str, Any]:
+    return harness.kvprism_connector(mooncake.master, **options) | {"kv_role": role}
+
+
+def test_preemption_and_abort(mooncake: LocalMooncake, expected: list[list[int]]) -> None:
+    connector = connect(mooncake, cache_prefix="preemption")
+    with LiveEngine(conftest.model("llama"), engine=SMALL, connector=connector) as engine:
+        for reset in (False, True):
+            answer = engine.serve(harness.prompts(), max_tokens=LENGTH, reset=reset)
+            assert tokens_of(answer) == expected
+            assert answer["preemptions"] > 0
+        assert answer["hits"] >= 2432
+        loads = answer["counters"]["loads"]
+        for steps in (1, 2, 3, 5):
+            # `reset` would not succeed if a block stayed in use.
+            engine.serve(harness.prompts(), reset=True, abort_after=steps)
+        answer = engine.serve(harness.prompts(), max_tokens=LENGTH, reset=True)
+        assert tokens_of(answer) == expected
+        counters = answer["counters"]
+        assert counters["loads"] > loads
+        assert counters["loads_failed"] == 0
+        assert counters["reports_malformed"] == counters["reports_foreign"] == 0
+        assert counters["ledger"]["unknown_notices"] == 0
+
+
+def test_a_prompt_that_is_stored_whole(mooncake: LocalMooncake) -> None:
+    """A token must be left to compute, so the last block of such a prompt is computed again."""
+    (prompt,) = harness.prompts(seed=9, prefix=0, suffixes=(608,))
+    connector = connect(mooncake, cache_prefix="whole")
+    with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector) as engine:
+        cold = engine.serve([prompt])
+        warm = engine.serve([prompt], reset=True)
+        assert (cold["hits"], warm["hits"]) == (0, 576)
+        assert tokens_of(warm) == tokens_of(cold)
+        metrics = warm["metrics"]
+        assert metrics["vllm:kvprism_loaded_tokens"] == 576
+        assert metrics["vllm:kvprism_saved_objects"] == 19
+        assert metrics["vllm:kvprism_loads_failed"] == 0
+
+
+def test_answers_are_saved_when_asked_for(
+    mooncake: LocalMooncake, expected: list[list[int]]
+) -> None:
+    asked = harness.prompts()
+    # A second turn: the prompt, its answer, and something new.
+    turns = [prompt + answer + [7, 8, 9] for prompt, answer in zip(asked, expected, strict=True)]
+    found = {}
+    for save in (False, True):
+        connector = connect(mooncake, cache_prefix=f"turns{save}", save_decode_cache=save)
+        with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector) as engine:
+            assert tokens_of(engine.serve(asked, max_tokens=LENGTH)) == expected
+            found[save] = engine.serve(turns, reset=True)
+    assert found[False]["hits"] == 2432
+    # The last token of an answer is never computed.
+    assert found[True]["hits"] == sum((len(turn) - 4) // 32 * 32 for turn in turns)
+    assert tokens_of(found[True]) == tokens_of(found[False])
+
+
+def test_roles(mooncake: LocalMooncake) -> None:
+    asked = harness.prompts()
+    producer = connect(mooncake, "kv_producer", cache_prefix="roles")
+    with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=producer) as engine:
+        cold = engine.serve(asked)
+        again = engine.serve(asked, reset=True)
+    assert again["hits"] == again["counters"]["lookups"] == 0
+    assert again["counters"]["saved_objects"] == 76
+    consumer = connect(mooncake, "kv_consumer", cache_prefix="roles")
+    with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=consumer) as engine:
+        warm = engine.serve(asked)
+        engine.serve(harness.prompts(seed=77))
+        again = engine.serve(harness.prompts(seed=77), reset=True)
+    assert warm["hits"] == 2432
+    assert tokens_of(warm) == tokens_of(cold)
+    assert again["hits"] == again["counters"]["saves"] == 0
