@@ -3,9 +3,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
-SOAK_ARGS ?= --soak
+SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench fuzz soak clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench fuzz soak soak-mooncake clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -54,8 +54,11 @@ bench: ## C++ benchmarks; BENCH_ARGS go to each program
 fuzz: ## Fuzz for FUZZ_SECONDS (60)
 	@bash scripts/fuzz.sh $(FUZZ_SECONDS)
 
+soak-mooncake: build ## 100,000 requests against a real Mooncake with a small pool (about 20 min)
+	@$(PYTHON) tests/soak/mooncake_soak.py $(SOAK_ARGS)
+
 soak: build ## The simulation, for long; SOAK_ARGS go to it
-	@build/release/bin/kvprism_simulation $(SOAK_ARGS)
+	@build/release/bin/kvprism_simulation --soak $(SOAK_ARGS)
 
 clean: ## Remove build trees and the virtual environment
 	@rm -rf build .venv dist python/kvprism/_core.pyi .pytest_cache .mypy_cache .ruff_cache .hypothesis
