@@ -79,6 +79,9 @@ if [ "$(cat "$build_stamp" 2>/dev/null)" = "$build_inputs" ] && [ -f "$BUILD/bui
 fi
 
 say "Building kvprism in build/release"
+# The build asks installed packages for CMake files; an older kvprism could not even be imported
+# beside newer sources.
+pip uninstall -q -y kvprism 2>/dev/null || true
 log="$VENV/install.log"
 if ! CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" pip install -v --no-deps --no-build-isolation \
   -Cbuild-dir=build/release \
