@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import kvprism
 import numpy as np
@@ -22,9 +23,9 @@ def prompt(number: int) -> list[int]:
 class Engine(Rank):
     """A scheduler and a worker with connections of their own, as in two processes."""
 
-    def __init__(self, mooncake: LocalMooncake) -> None:
+    def __init__(self, mooncake: LocalMooncake, **options: Any) -> None:
         def connect() -> kvprism.ObjectStore:
-            return kvprism.mooncake_store(master=mooncake.master)
+            return kvprism.mooncake_store(master=mooncake.master, **options)
 
         # An answer must come, however slow the machine, and saving must not pause.
         super().__init__(

@@ -1,0 +1,74 @@
+"""A metadata service beside the master, which kvprism does without unless it is told (R75)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import kvprism
+import pytest
+from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port, port_accepts
+from mooncake_helpers import BOUND, Engine, prompt
+
+pytestmark = pytest.mark.mooncake
+
+
+def has_network() -> bool:
+    """Mooncake wants an address other than loopback when it is to be found through a service."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def metadata_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from mooncake.http_metadata_server import main; main()",
+            f"--port={port}",
+            "--host=127.0.0.1",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=die_with_parent(),
+    )
+    try:
+        end = time.monotonic() + BOUND
+        while not port_accepts(port):
+            assert process.poll() is None
+            assert time.monotonic() < end
+        yield f"http://127.0.0.1:{port}/metadata", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not has_network(), reason="only loopback")
+def test_a_service_is_used_and_may_die() -> None:
+    with LocalMooncake() as mooncake, metadata_server() as (url, process):
+        engine = Engine(mooncake, metadata_server=url, global_segment_size=16 << 20)
+        assert engine.stored(prompt(1)) == 3
+        assert engine.loads_right(prompt(1))
+        process.kill()
+        process.wait()
+        assert engine.loads_right(prompt(1))
+        assert engine.stored(prompt(2)) == 3
+        engine.close()
+
+
+def test_set_up_without_the_service_ends_with_an_error() -> None:
+    with LocalMooncake() as mooncake, pytest.raises(kvprism.Error) as caught:
+        kvprism.mooncake_store(
+            master=mooncake.master, metadata_server=f"http://127.0.0.1:{free_port()}/metadata"
+        )
+    assert caught.value.code in ("unavailable", "timed_out")
