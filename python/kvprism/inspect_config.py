@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-from . import CacheConfig, Error, Group, Problem, Projection, validate_store
+from . import CacheConfig, Error, Group, Problem, Projection, validate_peer, validate_store
 
 COLUMNS = (
     "group",
@@ -31,15 +31,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _group_row(group: Group) -> dict[str, Any]:
+def _hit(group: Group, inside_blocks: bool) -> str:
+    if group.hit == "never":
+        if group.replay_tokens:
+            return f"A hit leaves {group.replay_tokens} tokens to compute, which make it whole."
+        return "No hit needs it."
+    needs = {
+        "prefix": "every block of its prefix",
+        "window": f"the blocks of its last {group.window - 1} tokens",
+        "chunk": f"the blocks since the last multiple of {group.window} tokens",
+        "last_state": "the one state at its end",
+    }[group.hit]
+    inside = " and may end inside a block" if inside_blocks and group.fine_grained_lookup else ""
+    return f"A hit needs {needs}{inside}."
+
+
+SAVES = {
+    "positional": "Saved from the present block table.",
+    "hand_off": "Saved when the engine hands a state over.",
+    "never": "Never saved.",
+}
+PEERS = {
+    "suffix": "A peer gets the blocks that it lacks.",
+    "window": "A peer gets the last blocks, as far as attention looks back.",
+    "state": "A peer gets the state.",
+    "whole": "A peer gets the whole of it.",
+    "none": "A peer gets nothing of it.",
+}
+
+
+def explain(group: Group, inside_blocks: bool) -> str:
+    """What the rules of a group mean, in sentences.
+
+    Args:
+        group: A row of a projection.
+        inside_blocks: Whether hits may end inside a block.
+    """
+    if not group.enable_kv_transfer:
+        return "Neither stored nor sent to a peer: the engine keeps it to itself."
+    return " ".join((_hit(group, inside_blocks), SAVES[group.save], PEERS[group.peer]))
+
+
+def _group_row(group: Group, inside_blocks: bool) -> dict[str, Any]:
     stored = group.store_index is not None
+    kinds = sorted(set(group.layer_kinds))
     return {
         "id": int(group.id),
-        "kind": group.kind,
+        "kind": group.kind if len(kinds) == 1 else ", ".join(kinds),
         "layers": list(group.layers),
         "block_size": group.block_size,
         "tokens_per_block": group.tokens_per_block,
         "page_size_bytes": group.page_size_bytes,
+        "layer_page_bytes": group.layer_page_bytes,
         "object_bytes": group.object_bytes,
         "transfer_index": None if group.transfer_index is None else int(group.transfer_index),
         "store_index": None if group.store_index is None else int(group.store_index),
@@ -48,6 +91,7 @@ def _group_row(group: Group) -> dict[str, Any]:
         "save": group.save,
         "peer": group.peer,
         "replay_tokens": group.replay_tokens,
+        "explanation": explain(group, inside_blocks),
         # At most: a state group stores only the boundaries that the engine hands over.
         "objects_per_1000_tokens": round(1000 / group.tokens_per_block, 3) if stored else None,
     }
@@ -77,17 +121,22 @@ def inspect(path: str) -> dict[str, Any]:
             "store_group_ids": [],
             "scheduler_block_size": None,
             "hash_block_size": None,
+            "hit_alignment": None,
             "digest": None,
             "problems": [_problem_row(problem) for problem in error.problems],
+            "peer_problems": [],
         }
+    inside_blocks = projection.hit_alignment < projection.scheduler_block_size
     return {
-        "groups": [_group_row(group) for group in projection.groups()],
+        "groups": [_group_row(group, inside_blocks) for group in projection.groups()],
         "transfer_group_ids": [int(group) for group in projection.transfer_group_ids],
         "store_group_ids": [int(group) for group in projection.store_group_ids],
         "scheduler_block_size": projection.scheduler_block_size,
         "hash_block_size": projection.hash_block_size,
+        "hit_alignment": projection.hit_alignment,
         "digest": projection.digest,
         "problems": [_problem_row(problem) for problem in validate_store(projection)],
+        "peer_problems": [_problem_row(problem) for problem in validate_peer(projection)],
     }
 
 
@@ -95,12 +144,12 @@ def _cell(value: object) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], left: Container[int] = LEFT) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if column in LEFT else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
@@ -120,7 +169,19 @@ def _group_cells(group: dict[str, Any]) -> list[str]:
         "objects_per_1000_tokens",
         "why_not_stored",
     )
-    return [_cell(group[key]) for key in keys]
+    cells = {key: _cell(group[key]) for key in keys}
+    smallest, largest = min(group["layer_page_bytes"]), max(group["layer_page_bytes"])
+    if smallest != largest:
+        cells["page_size_bytes"] = f"{smallest}..{largest}"
+    return list(cells.values())
+
+
+def _explanations(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row for each kind and explanation, with the groups that share it."""
+    ids: dict[tuple[str, str], list[str]] = {}
+    for group in groups:
+        ids.setdefault((group["kind"], group["explanation"]), []).append(str(group["id"]))
+    return [[",".join(of), *what] for what, of in ids.items()]
 
 
 def _problem_line(problem: dict[str, str]) -> str:
@@ -139,9 +200,15 @@ def run(args: argparse.Namespace) -> int:
     if report["groups"]:
         print(_table([COLUMNS, *(_group_cells(group) for group in report["groups"])]))
         print()
+        print(_table(_explanations(report["groups"]), {0, 1, 2}))
+        print()
         print(f"scheduler block size  {report['scheduler_block_size']} tokens")
         print(f"hash block size       {report['hash_block_size']} tokens")
+        if report["hit_alignment"] != report["scheduler_block_size"]:
+            print(f"hit alignment         {report['hit_alignment']} tokens")
         print(f"digest                {report['digest']}")
+    if report["peer_problems"]:
+        print("not usable with a peer", *map(_problem_line, report["peer_problems"]), sep="\n")
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         print(f"{args.config}: {count}", *map(_problem_line, problems), sep="\n", file=sys.stderr)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kvprism
 import pytest
 from configs import attention, config, mamba, ring
 from kvprism.cli import main
@@ -61,6 +62,106 @@ def test_table_shows_indices_and_reasons(write: Any, capsys: Capture) -> None:
     assert " ".join(lines[1].split()) == "0 full_attention 800 800 409600 409600 0 0 1.25 -"
     assert lines[2].endswith("  -  enable_kv_transfer is false")
     assert "scheduler block size  800 tokens" in lines
+
+
+# One group of every kind, as an engine that had them all would describe it.
+EVERY_KIND: dict[str, dict[str, Any]] = {
+    "full_attention": {},
+    "mla_attention": {"num_kv_heads": 1, "head_size": 576},
+    "hidden_state": {"num_kv_heads": 1},
+    "rswa": {"rswa_window": 128},
+    "sink_full_attention": {"sink_len": 800},
+    "chunked_local_attention": {"attention_chunk_size": 8192},
+    "sliding_window": {"sliding_window": 1024, "extra_retained_tokens": 2},
+    "sliding_window_mla": {"sliding_window": 128, "bounded_replay": True},
+    "circular_buffer": {"block_size": 8},
+    "mamba": {},
+    "encoder_only_attention": {},
+    "cross_attention": {},
+    "hisparse_hot": {"page_size_bytes": 4096, "blocks_per_request": 4},
+    "hisparse_resident": {"page_size_bytes": 4096},
+}
+EXPLAINED = {
+    "full_attention": "A hit needs every block of its prefix. Saved from the present block table. "
+    "A peer gets the blocks that it lacks.",
+    "chunked_local_attention": "A hit needs the blocks since the last multiple of 8192 tokens. "
+    "Saved from the present block table. "
+    "A peer gets the last blocks, as far as attention looks back.",
+    "sliding_window": "A hit needs the blocks of its last 1025 tokens. "
+    "Saved from the present block table. "
+    "A peer gets the last blocks, as far as attention looks back.",
+    "sliding_window_mla": "A hit leaves 128 tokens to compute, which make it whole. Never saved. "
+    "A peer gets the last blocks, as far as attention looks back.",
+    "circular_buffer": "No hit needs it. Never saved. A peer gets the whole of it.",
+    "mamba": "A hit needs the one state at its end. Saved when the engine hands a state over. "
+    "A peer gets the state.",
+    "encoder_only_attention": "No hit needs it. Never saved. A peer gets nothing of it.",
+    "cross_attention": "No hit needs it. Never saved. A peer gets the whole of it.",
+    "hisparse_hot": "Neither stored nor sent to a peer: the engine keeps it to itself.",
+}
+for as_full in ("mla_attention", "hidden_state", "rswa", "sink_full_attention"):
+    EXPLAINED[as_full] = EXPLAINED["full_attention"]
+EXPLAINED["hisparse_resident"] = EXPLAINED["hisparse_hot"]
+
+
+def group_of(kind: str) -> dict[str, Any]:
+    if kind == "mamba":
+        return mamba()
+    group = attention(kind=kind, layers=[kind]) | EVERY_KIND[kind]
+    if kind.startswith("hisparse"):
+        for key in ("num_kv_heads", "head_size", "dtype"):
+            del group[key]
+        group["enable_kv_transfer"] = False
+    return group
+
+
+def test_every_kind_is_explained(write: Any, capsys: Capture) -> None:
+    assert list(EVERY_KIND) == kvprism.SpecRegistry.builtin().names()
+    status, report = inspect_json(write(config(*map(group_of, EVERY_KIND))), capsys)
+    assert {row["kind"]: row["explanation"] for row in report["groups"]} == EXPLAINED
+    assert [row["kind"] for row in report["groups"] if row["store_index"] is None] == [
+        "sliding_window_mla",
+        "circular_buffer",
+        "encoder_only_attention",
+        "cross_attention",
+        "hisparse_hot",
+        "hisparse_resident",
+    ]
+    assert status == 2
+    assert [problem["path"] for problem in report["problems"]] == ["groups[11].kind"]
+    assert [problem["path"] for problem in report["peer_problems"]] == [
+        "groups[10].enable_kv_transfer"
+    ]
+
+
+def test_groups_alike_share_an_explanation(write: Any, capsys: Capture) -> None:
+    groups = [attention(), *(mamba(layers=[f"m{i}"]) for i in range(3))]
+    assert main(["inspect", write(config(*groups))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"1,2,3  mamba           {EXPLAINED['mamba']}" in lines
+
+
+def test_hits_inside_blocks_are_told(write: Any, capsys: Capture) -> None:
+    fine = {"hash_block_size": 16, "cache_hit_alignment_tokens": 16}
+    path = write(config(attention(), mamba(), **fine))
+    assert main(["inspect", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hit alignment         16 tokens" in lines
+    assert any("every block of its prefix and may end inside a block." in line for line in lines)
+
+
+def test_a_wrapper_shows_what_it_holds(write: Any, capsys: Capture) -> None:
+    big = attention(kind="mla_attention", layers=["a"], num_kv_heads=1, head_size=576)
+    small = attention(kind="full_attention", layers=["b"])
+    wrapper = {"kind": "uniform", "members": [big, small]}
+    status, report = inspect_json(write(config(wrapper)), capsys)
+    assert status == 0
+    (row,) = report["groups"]
+    assert row["kind"] == "full_attention, mla_attention"
+    assert row["layer_page_bytes"] == [921600, 409600]
+    assert row["object_bytes"] == 921600 + 409600
+    assert main(["inspect", write(config(wrapper))]) == 0
+    assert "409600..921600" in capsys.readouterr().out
 
 
 def test_every_problem_is_told_and_the_status_is_2(write: Any, capsys: Capture) -> None:

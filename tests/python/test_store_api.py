@@ -503,3 +503,62 @@ def test_a_rank_hears_of_its_own_loads() -> None:
         loads.expect(b"no plan at all")
     with pytest.raises(kvprism.Error):
         loads.take(b"no report at all")
+
+
+def test_a_kind_of_the_engines_own_is_saved_and_loaded() -> None:
+    registry = kvprism.SpecRegistry.builtin().with_kind(
+        name="pooled_keys",
+        payload="raw",
+        dcp_sharded=False,
+        latent=False,
+        prefix_cacheable=True,
+        hit="chunk",
+        window=None,
+        save="positional",
+        peer="window",
+        replay_tokens=0,
+        fine_grained_lookup=False,
+    )
+    group = {
+        "kind": "pooled_keys",
+        "layers": ["k0", "k1"],
+        "block_size": BLOCK,
+        "page_size_bytes": 24,
+        "attention_chunk_size": 8,
+    }
+    config = {"num_blocks": 8, "kv_layout": "BLHNC", "groups": [group]}
+    groups = kvprism.Projection(kvprism.CacheConfig.from_dict(config, registry), registry)
+    (row,) = groups.groups()
+    assert (row.hit, row.window, row.object_bytes) == ("chunk", 8, 48)
+
+    keys = schema(groups)
+    memory = np.random.default_rng(3).integers(256, size=(8, 50), dtype=np.uint8)
+    before = memory.copy()
+    tensor = kvprism.CacheTensor(memory, layers=["k0", "k1"], layer_stride=24, block_stride=50)
+    store = kvprism.memory_store()
+    scheduler = kvprism.StoreScheduler(keys, store)
+    worker = kvprism.StoreWorker(keys, kvprism.SegmentMap(groups, [tensor]), store)
+    chain = hashes(list(range(16)))
+
+    def run() -> None:
+        assert worker.submit(scheduler.end_step(), kvprism.ReadyToken.host())
+        scheduler.report(worker.wait(10))
+
+    scheduler.advanced(1, 12, chain[:3])
+    scheduler.save(1, (0, 12), [[3, 1, 5]])
+    run()
+    scheduler.finished(1)
+    offered = scheduler.lookup(2, 16, chain)
+    while offered is None:
+        scheduler.end_step()
+        offered = scheduler.lookup(2, 16, chain)
+    assert offered == 12, "the blocks since token 8 end the prefix"
+    memory[:] = 0
+    # The chunk that begins at token 8 is the third block; the two before it are not needed.
+    scheduler.allocated(2, 12, [[0, 0, 6]])
+    run()
+    assert [end.complete for end in scheduler.take_load_ends()] == [True]
+    assert (memory[6, :48] == before[5, :48]).all()
+    assert memory.sum() == before[5, :48].sum()
+    assert worker.close() == 0
+    assert scheduler.close() == 0
