@@ -113,15 +113,19 @@ def counters(llm: Any) -> dict[str, Any] | None:
 
 
 def rings_in_memory(llm: Any, pieces: list[bytes]) -> int:
-    """How many of the pieces the cache's own memory still holds: the search can find them."""
+    """How many of the pieces the rings' own memory still holds: the search can find them."""
+    import torch
+
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    rings = [
-        layer.kv_cache
-        for name, layer in runner.vllm_config.compilation_config.static_forward_context.items()
-        if name.endswith(".ring")
-    ]
-    memory = b"".join(bytes(ring.untyped_storage()) for ring in rings[:1])
-    return sum(piece in memory for piece in pieces[:200])
+    wanted = set(pieces)
+    found = set()
+    for name, layer in runner.vllm_config.compilation_config.static_forward_context.items():
+        if name.endswith(".ring"):
+            length = len(pieces[0]) // layer.kv_cache.element_size()
+            rows = layer.kv_cache[:, :, :length].contiguous().view(torch.uint8)
+            for row in rows.view(-1, len(pieces[0])).numpy():
+                found.add(row.tobytes())
+    return len(found & wanted)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("engine_run.py")
 # Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
 PREFIX, SUFFIXES = 300, (316, 325, 323, 338)
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -93,7 +93,7 @@ def run_engines(
             text=True,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             timeout=timeout,
             check=False,
         )
@@ -161,7 +161,7 @@ class LiveEngine:
             text=True,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             pass_fds=(writer,),
         )
         os.close(writer)

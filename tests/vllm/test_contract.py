@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
 from typing import Any
 
 import conftest
@@ -28,6 +29,7 @@ def specs() -> dict[str, Any]:
     from vllm.v1 import kv_cache_interface as interface
 
     attention: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    latent: dict[str, Any] = {"num_kv_heads": 1, "head_size": 96, "dtype": torch.bfloat16}
     return {
         "full": interface.FullAttentionSpec(block_size=32, **attention),
         "window": interface.SlidingWindowSpec(
@@ -46,6 +48,25 @@ def specs() -> dict[str, Any]:
         "chunked": interface.ChunkedLocalAttentionSpec(
             block_size=32, attention_chunk_size=64, **attention
         ),
+        "mla": interface.MLAAttentionSpec(block_size=32, cache_dtype_str="fp8_ds_mla", **latent),
+        "compressed": interface.MLAAttentionSpec(block_size=32, tokens_per_state=4, **latent),
+        "several": interface.FullAttentionSpec(
+            block_size=32, tokens_per_state=Fraction(1, 2), **attention
+        ),
+        "hidden": interface.HiddenStateCacheSpec(block_size=32, **latent),
+        "rswa": interface.RSWASpec(block_size=32, rswa_window=64, **attention),
+        "sink": interface.SinkFullAttentionSpec(block_size=32, sink_len=32, **attention),
+        "window_mla": interface.SlidingWindowMLASpec(
+            block_size=32, sliding_window=64, alignment=512, **latent
+        ),
+        "replayed": interface.SlidingWindowMLASpec(
+            block_size=32, sliding_window=64, bounded_replay=True, **latent
+        ),
+        "packed": interface.FullAttentionSpec(
+            block_size=32, num_head_slots=3, state_content_bytes=300, **attention
+        ),
+        "hot": interface.HiSparseHotSpec(block_size=32, page_size=4096, blocks_per_request=4),
+        "resident": interface.HiSparseResidentSpec(block_size=32, page_size=4096),
     }
 
 
@@ -84,6 +105,40 @@ def test_groups_mean_the_same_on_both_sides(vllm_config: Any) -> None:
         assert row.tokens_per_block == group.kv_cache_spec.block_size
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full",
+        "window",
+        "ring",
+        "mamba",
+        "chunked",
+        "mla",
+        "compressed",
+        "several",
+        "hidden",
+        "rswa",
+        "sink",
+        "window_mla",
+        "replayed",
+        "packed",
+        "hot",
+        "resident",
+    ],
+)
+def test_every_class_of_vllm(vllm_config: Any, name: str) -> None:
+    """Beside full attention, since a model with nothing to store is refused."""
+    ours = config("full", "mamba", more=specs()[name])
+    projection = cache_config.describe(vllm_config, ours, (32, 32), "").projection
+    row = projection.groups()[2]
+    spec = specs()[name]
+    assert row.page_size_bytes == spec.page_size_bytes
+    assert row.tokens_per_block == spec.block_size
+    stored = projection.store_index(kvprism.GroupId(2)) is not None
+    assert stored == spec.prefix_cacheable
+    assert projection.replay_tokens == max(1, spec.prefix_replay_tokens)
+
+
 def test_a_wrapper_of_alike_layers_is_its_layer(vllm_config: Any) -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -96,8 +151,26 @@ def test_a_wrapper_of_alike_layers_is_its_layer(vllm_config: Any) -> None:
     assert other.projection.digest == plain.projection.digest
     assert other.schema.fingerprint == plain.schema.fingerprint
     wrapped.kv_cache_specs["full.1"] = full.copy_with_new_block_size(64)
-    with pytest.raises(kvprism.ConfigError, match="they differ in block_size"):
+    with pytest.raises(kvprism.ConfigError, match="tokens"):
         cache_config.describe(vllm_config, config(full=wrapped), (32, 32), "")
+
+
+def test_a_wrapper_means_to_a_worker_what_its_first_layer_means_to_the_scheduler(
+    vllm_config: Any,
+) -> None:
+    import dataclasses
+
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    full = specs()["full"]
+    wider = dataclasses.replace(full, num_kv_heads=4)
+    wrapped = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"full.0": full, "full.1": wider}
+    )
+    worker = cache_config.describe(vllm_config, config(full=wrapped), (32, 32), "")
+    scheduler = cache_config.describe(vllm_config, config("full"), (32, 32), "")
+    assert worker.projection.digest == scheduler.projection.digest
+    assert worker.schema.fingerprint == scheduler.schema.fingerprint
 
 
 def test_every_unknown_class_is_named(vllm_config: Any) -> None:

@@ -32,54 +32,87 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _attention(spec: Any, kind: str, heads: Callable[[int], int]) -> Fields:
-    # vLLM counts tokens in a block, kvprism stored positions.
+def _attention(spec: Any, kind: str, *more: str) -> Fields:
+    """Keys of every attention spec, and the named ones, which have vLLM's own names."""
     per_state = spec.tokens_per_state
+    # vLLM counts tokens in a block, kvprism stored positions.
     compression = int(per_state) if per_state >= 1 else 1
-    return {
+    states_per_token = 1 if per_state >= 1 else int(1 / per_state)
+    fields: Fields = {
         "kind": kind,
-        "block_size": spec.block_size // compression,
+        "block_size": spec.block_size * states_per_token // compression,
         "compression": compression,
+        "states_per_token": states_per_token,
         "num_kv_heads": spec.num_kv_heads,
-        "total_num_kv_heads": heads(spec.num_kv_heads),
+        "max_tp_shards": spec.max_tp_shards,
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "dtype": _dtype(spec.dtype),
+        "cache_dtype": _cache_dtype(spec),
+        "num_head_slots": spec.num_head_slots,
+        "state_content_bytes": spec.state_content_bytes,
+        "dcp_sharded": spec.dcp_sharded,
     }
+    return fields | {name: getattr(spec, name) for name in more}
 
 
-def _full(spec: Any, heads: Callable[[int], int]) -> Fields:
-    return _attention(spec, "full_attention", heads)
+def _cache_dtype(spec: Any) -> str:
+    """How the elements are packed: the name that the spec has, and vLLM's quantisation mode."""
+    mode = getattr(spec, "kv_quant_mode", None)
+    words = (getattr(spec, "cache_dtype_str", None), mode.name if mode else None)
+    return "/".join(str(word) for word in words if word)
 
 
-def _window(spec: Any, heads: Callable[[int], int]) -> Fields:
-    # The engine reads that many positions more when it looks ahead.
-    window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-    return _attention(spec, "sliding_window", heads) | {"sliding_window": window}
+def _plain(kind: str, *more: str) -> Callable[[Any], Fields]:
+    return lambda spec: _attention(spec, kind, *more)
 
 
-def _ring(spec: Any, heads: Callable[[int], int]) -> Fields:
-    return _attention(spec, "circular_buffer", heads)
+def _window(kind: str, *more: str) -> Callable[[Any], Fields]:
+    def translate(spec: Any) -> Fields:
+        retained = getattr(spec, "extra_retained_tokens", 0)
+        return _attention(spec, kind, "sliding_window", *more) | {"extra_retained_tokens": retained}
+
+    return translate
 
 
-def _mamba(spec: Any, heads: Callable[[int], int]) -> Fields:
-    del heads
+def _mamba(spec: Any) -> Fields:
     return {
         "kind": "mamba",
         "block_size": spec.block_size,
         "mamba_cache_mode": spec.mamba_cache_mode,
         "shapes": [list(shape) for shape in spec.shapes],
         "dtypes": [_dtype(dtype) for dtype in spec.dtypes],
+        "num_speculative_blocks": spec.num_speculative_blocks,
+        "num_prefill_checkpoint_blocks": getattr(spec, "num_prefill_checkpoint_blocks", 0),
+        "prefill_checkpoint_alignment": getattr(spec, "prefill_checkpoint_alignment", None),
+        "tp_replicated": bool(getattr(spec, "tp_replicated", False)),
     }
 
 
-Translator = Callable[[Any, Callable[[int], int]], Fields]
+def _raw(kind: str, *more: str) -> Callable[[Any], Fields]:
+    return lambda spec: {
+        "kind": kind,
+        "block_size": spec.block_size,
+        "page_size_bytes": spec.page_size_bytes,
+        **{name: getattr(spec, name) for name in more},
+    }
 
-_TRANSLATORS: dict[str, Translator] = {
-    "FullAttentionSpec": _full,
-    "SlidingWindowSpec": _window,
-    "CircularBufferSpec": _ring,
+
+_TRANSLATORS: dict[str, Callable[[Any], Fields]] = {
+    "FullAttentionSpec": _plain("full_attention"),
+    "MLAAttentionSpec": _plain("mla_attention"),
+    "HiddenStateCacheSpec": _plain("hidden_state"),
+    "RSWASpec": _plain("rswa", "rswa_window"),
+    "SinkFullAttentionSpec": _plain("sink_full_attention", "sink_len"),
+    "ChunkedLocalAttentionSpec": _plain("chunked_local_attention", "attention_chunk_size"),
+    "SlidingWindowSpec": _window("sliding_window"),
+    "SlidingWindowMLASpec": _window("sliding_window_mla", "bounded_replay"),
+    "CircularBufferSpec": _plain("circular_buffer"),
     "MambaSpec": _mamba,
+    "EncoderOnlyAttentionSpec": _plain("encoder_only_attention"),
+    "CrossAttentionSpec": _plain("cross_attention"),
+    "HiSparseHotSpec": _raw("hisparse_hot", "blocks_per_request"),
+    "HiSparseResidentSpec": _raw("hisparse_resident"),
 }
 _registry = SpecRegistry.builtin()
 
@@ -96,7 +129,7 @@ def register_spec(class_name: str, translate: Callable[[Any], Fields], **kind: A
     global _registry
     if kind:
         _registry = _registry.with_kind(**kind)
-    _TRANSLATORS[class_name] = lambda spec, heads: translate(spec)
+    _TRANSLATORS[class_name] = translate
 
 
 def _layer_specs(spec: Any) -> Mapping[str, Any] | None:
@@ -105,39 +138,41 @@ def _layer_specs(spec: Any) -> Mapping[str, Any] | None:
     return layers if isinstance(layers, Mapping) else None
 
 
-def _one_spec(spec: Any, heads: Callable[[int], int]) -> Fields:
+def _one_spec(spec: Any) -> Fields:
     translate = _TRANSLATORS.get(type(spec).__name__)
     if translate is None:
         raise UnknownSpecError(type(spec).__name__)
-    fields = translate(spec, heads)
-    # The engine's own page holds: it may carry scales or padding that no formula here knows.
-    fields["page_size_padded"] = spec.page_size_bytes
+    fields = translate(spec)
+    if "page_size_bytes" not in fields:
+        # The engine's own page holds: it may carry padding that no formula here knows.
+        fields["page_size_padded"] = spec.page_size_bytes
     return fields
 
 
-def _group(group: Any, heads: Callable[[int], int], path: str, problems: Problems) -> Fields:
-    spec = group.kv_cache_spec
-    layers = _layer_specs(spec)
-    each = [spec] if layers is None else list(layers.values())
-    translated = [_one_spec(one, heads) for one in each]
-    for other, one in zip(each[1:], translated[1:], strict=True):
-        differing = [key for key in one if one[key] != translated[0].get(key)]
-        if differing or one.keys() != translated[0].keys():
-            problems.add(
-                f"{path}.kv_cache_spec",
-                type(other).__name__,
-                "layers of one group that are alike",
-                "they differ in " + (", ".join(differing) or "kind"),
-            )
-            break
-    fields = translated[0]
-    return fields | {
+def _group(group: Any) -> Fields:
+    layers = _layer_specs(group.kv_cache_spec)
+    common = {
         "layers": list(group.layer_names),
         "enable_kv_transfer": bool(getattr(group, "enable_kv_transfer", True)),
         "is_eagle_group": bool(group.is_eagle_group),
         "host_resident": bool(getattr(group, "host_resident", False)),
         "role": _word(getattr(group, "role", "default")),
     }
+    if layers is None:
+        return _one_spec(group.kv_cache_spec) | common
+    members: list[Fields] = []
+    # The order of the wrapper: vLLM's scheduler knows a wrapper by its first layer.
+    for name, spec in layers.items():
+        fields = _one_spec(spec)
+        for member in members:
+            if all(member[key] == fields.get(key) for key in member if key != "layers"):
+                member["layers"].append(name)
+                break
+        else:
+            members.append(fields | {"layers": [name]})
+    if len(members) == 1:
+        return members[0] | common
+    return {"kind": "uniform", "members": members} | common
 
 
 def _word(value: object) -> str:
@@ -148,17 +183,6 @@ def _eagle_drops_blocks(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     drops = getattr(speculative, "use_eagle_block_drop", None)
     return bool(drops and drops())
-
-
-def _total_heads(vllm_config: Any) -> Callable[[int], int]:
-    """KV heads of the whole model by those of a rank: ranks beyond the heads hold copies."""
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    total = vllm_config.model_config.get_total_num_kv_heads()
-
-    def heads(on_rank: int) -> int:
-        return total if on_rank == 1 and tp > total else on_rank * tp
-
-    return heads
 
 
 @dataclass(frozen=True)
@@ -186,24 +210,18 @@ def describe(
     """
     problems = Problems()
     groups = kv_cache_config.kv_cache_groups
-    heads = _total_heads(vllm_config)
     rows = []
     for index, group in enumerate(groups):
-        path = f"kv_cache_groups[{index}]"
         try:
-            rows.append(_group(group, heads, path, problems))
+            rows.append(_group(group))
         except UnknownSpecError as unknown:
             problems.add(
-                f"{path}.kv_cache_spec",
+                f"kv_cache_groups[{index}].kv_cache_spec",
                 str(unknown),
                 "one of " + ", ".join(sorted(_TRANSLATORS)),
                 "kvprism.vllm.register_spec() teaches the connector another class",
             )
     problems.raise_if_any("KV cache of this model")
-    if _eagle_drops_blocks(vllm_config) and not any(row["is_eagle_group"] for row in rows):
-        # Where no group is marked, vLLM drops the last block of every one.
-        for row in rows:
-            row["is_eagle_group"] = True
     parallel = vllm_config.parallel_config
     scheduler_block_size, hash_block_size = block_sizes
     config = CacheConfig.from_dict(
@@ -218,6 +236,8 @@ def describe(
             },
             "scheduler_block_size": scheduler_block_size,
             "hash_block_size": hash_block_size,
+            "use_eagle": _eagle_drops_blocks(vllm_config),
+            "model_total_kv_heads": vllm_config.model_config.get_total_num_kv_heads(),
             "namespace": namespace,
             "groups": rows,
         },
