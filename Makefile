@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench fuzz soak soak-mooncake clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -50,6 +50,10 @@ wheel: setup ## Build dist/*.whl and check its contents
 
 bench: ## C++ benchmarks; BENCH_ARGS go to each program
 	@bash scripts/bench.sh $(BENCH_ARGS)
+
+bench-vllm: build ## The connectors on vLLM's own scheduler, in one run
+	@bash scripts/vllm_env.sh
+	@.venv-vllm/bin/python benchmarks/vllm/scheduler_bench.py $(BENCH_ARGS)
 
 fuzz: ## Fuzz for FUZZ_SECONDS (60)
 	@bash scripts/fuzz.sh $(FUZZ_SECONDS)
