@@ -77,7 +77,7 @@ def run_engines(
     engine: Mapping[str, Any],
     max_tokens: int = 16,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 400.0,
+    timeout: float = 900.0,
 ) -> list[dict[str, Any]]:
     """Runs engines one after the other in one new process."""
     task = {

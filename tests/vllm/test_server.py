@@ -19,7 +19,7 @@ import conftest
 import harness
 from kvprism.local_mooncake import LocalMooncake, free_port
 
-BOUND = 240.0  # seconds for a server to come up
+BOUND = 600.0  # seconds for a server to come up
 
 
 @contextmanager

@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.kvprism")
 class _Tracked:
     """A live request."""
 
-    __slots__ = ("accepted", "checked_below", "limit", "number", "request")
+    __slots__ = ("accepted", "checked_below", "hashes", "last_hash", "limit", "number", "request")
 
     def __init__(self, number: int, request: Any, limit: int | None, step: int) -> None:
         self.number = number
@@ -27,6 +27,17 @@ class _Tracked:
         self.limit = limit  # tokens that may be saved; None: all
         self.accepted = 0
         self.checked_below = step  # with fewer tokens there is nothing new to save
+        self.hashes = 0  # seen so far
+        self.last_hash = b""  # of those
+
+    def has_changed(self) -> bool:
+        """Whether tokens that were seen before are others now, as a streaming session does it."""
+        hashes = self.request.block_hashes
+        if self.hashes and (len(hashes) < self.hashes or hashes[self.hashes - 1] != self.last_hash):
+            return True
+        self.hashes = len(hashes)
+        self.last_hash = hashes[-1] if hashes else b""
+        return False
 
 
 class SchedulerSide:
@@ -124,12 +135,15 @@ class SchedulerSide:
         return metadata
 
     def _save_positional(self, scheduled: Mapping[str, int], state: Any) -> None:
-        full = []
+        full, changed = [], []
         for request_id, saving in self._saving.items():
             tokens = scheduled.get(request_id)
             if tokens is None:
                 continue
             request = saving.request
+            if saving.has_changed():
+                changed.append(request)
+                continue
             # Draft tokens are counted in `tokens` and are not part of the request yet.
             accepted = min(request.num_computed_tokens + tokens, request.num_tokens)
             if saving.limit is not None:
@@ -147,6 +161,8 @@ class SchedulerSide:
         for request_id in full:
             # A long decode of many requests then costs nothing here.
             del self._saving[request_id]
+        for request in changed:
+            self._number(request)
 
     def _advance(self, tracked: _Tracked, accepted: int) -> None:
         tracked.accepted = accepted
@@ -158,7 +174,7 @@ class SchedulerSide:
     def _save_states(self, offers: Mapping[str, list[tuple[int, int, int]]]) -> None:
         for request_id, states in offers.items():
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or tracked.has_changed():
                 continue
             self._advance(tracked, tracked.accepted)
             for group, block, tokens in states:
@@ -181,12 +197,16 @@ class SchedulerSide:
         self._core.finished(tracked.number, status == "FINISHED_ABORTED")
 
     def _number(self, request: Any) -> int:
-        """The StoreScheduler's number of a request; a name that comes again is another one."""
+        """The StoreScheduler's number of a request: another one when its tokens are others."""
         tracked = self._requests.get(request.request_id)
+        if tracked is not None and (tracked.request is not request or tracked.has_changed()):
+            self._core.finished(tracked.number)
+            tracked = None
         if tracked is None:
             limit = None if self._save_decode else request.num_prompt_tokens
             tracked = _Tracked(self._next_number, request, limit, self._step_tokens)
             self._next_number += 1
+            tracked.has_changed()
             self._requests[request.request_id] = tracked
             if self._saves and (limit is None or limit >= self._step_tokens):
                 self._saving[request.request_id] = tracked

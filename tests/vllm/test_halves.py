@@ -1,0 +1,195 @@
+"""The scheduler's half with vLLM's own requests and block pool, and a real Mooncake; no engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import conftest
+import pytest
+from kvprism.local_mooncake import LocalMooncake
+from kvprism.vllm import cache_config
+from kvprism.vllm.options import read_options
+from kvprism.vllm.scheduler_side import SchedulerSide
+
+BLOCK = 32
+BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[LocalMooncake]:
+    with LocalMooncake(storage_bytes=64 << 20) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def described() -> Any:
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    vllm_config = EngineArgs(
+        model=str(conftest.model("llama")), enforce_eager=True, block_size=BLOCK
+    ).create_engine_config()
+    init_none_hash(_hash)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=spec)],
+        kv_cache_layout="LBHNC",
+    )
+    return cache_config.describe(vllm_config, config, (BLOCK, BLOCK), "halves")
+
+
+def _hash(value: Any) -> bytes:
+    from vllm.utils.hashing import sha256
+
+    return sha256(value)
+
+
+class Engine:
+    """What vLLM's scheduler does around the connector, as far as it matters here."""
+
+    def __init__(self, mooncake: LocalMooncake, described: Any, **options: Any) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
+        chosen = read_options({"master_server_address": mooncake.master, **options}, {})
+        self.half = SchedulerSide(described, chosen, loads=True, saves=True)
+        self.half.bind_pool(self.pool)
+        self.tables: dict[str, list[Any]] = {}
+
+    def request(self, name: str, tokens: list[int]) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=8),
+            None,
+            block_hasher=get_request_block_hasher(BLOCK, _hash),
+        )
+        self.half.new_request(request)
+        return request
+
+    def allocate(self, request: Any, tokens: int, external: int = 0) -> None:
+        count = -(-tokens // BLOCK)
+        table = self.tables.setdefault(request.request_id, [])
+        table.extend(self.pool.get_new_blocks(count - len(table)))
+        ids = ([block.block_id for block in table],)
+        self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: ids), external)
+
+    def step(self, **scheduled: int) -> Any:
+        state = SimpleNamespace(
+            get_block_ids=lambda name: ([block.block_id for block in self.tables[name]],),
+            boundary_state_offloads={},
+        )
+        return self.half.end_step(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled,
+                kv_connector_block_state=state,
+                preempted_req_ids=None,
+            )
+        )
+
+    def free(self, request: Any) -> None:
+        self.half.finished(request)
+        self.pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+
+
+@pytest.fixture
+def engine(mooncake: LocalMooncake, described: Any) -> Iterator[Engine]:
+    made = Engine(mooncake, described)
+    yield made
+    made.half.close()
+
+
+TOKENS = list(range(4, 4 + 4 * BLOCK + 1))
+
+
+def test_blocks_of_a_save_stay_in_use_when_their_request_has_gone(engine: Engine) -> None:
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    free = engine.pool.get_num_free_blocks()
+    metadata = engine.step(a=len(TOKENS))
+    assert metadata.plan
+    assert metadata.loads == metadata.refused == ()
+    assert engine.half.pending_work()
+    engine.free(request)
+    # The fifth block is not full and not saved.
+    assert engine.pool.get_num_free_blocks() == free + 1
+    assert engine.half.counters()["block_ids_read"] == 4
+
+
+def test_a_decode_step_costs_nothing_once_the_prompt_is_saved(engine: Engine) -> None:
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    assert engine.step(a=len(TOKENS)).plan
+    request.num_computed_tokens = len(TOKENS)
+    request.append_output_token_ids(list(range(100, 100 + 2 * BLOCK)))
+    assert not engine.half._saving
+    assert engine.step(a=1).plan == b""
+
+
+def test_calls_for_unknown_and_repeated_requests_are_harmless(engine: Engine) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    stranger = Request("stranger", TOKENS, SamplingParams(), None)
+    engine.half.finished(stranger)
+    request = engine.request("a", TOKENS)
+    engine.half.new_request(request)
+    engine.allocate(request, BLOCK, 0)
+    engine.allocate(request, BLOCK, 0)
+    engine.half.finished(request)
+    engine.half.finished(request)
+    assert engine.step().plan == b""
+    assert not engine.half.pending_work()
+
+
+def test_a_load_that_was_never_offered_is_reported_failed(engine: Engine) -> None:
+    """vLLM waits for it whatever we think."""
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, 2 * BLOCK, external=2 * BLOCK)
+    assert engine.half.pending_work()
+    metadata = engine.step()
+    assert metadata.refused == ("a",)
+    assert engine.step().refused == ()
+    assert not engine.half.pending_work()
+
+
+def test_tokens_that_change_are_never_saved_under_their_old_names(engine: Engine) -> None:
+    """A streaming session cuts its hashes where its tokens change."""
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    engine.step(a=2 * BLOCK)
+    number = engine.half._requests["a"].number
+    request.num_computed_tokens = 2 * BLOCK
+    request.block_hashes[3] = b"\1" * 32
+    engine.step(a=2 * BLOCK + 1)
+    assert engine.half._requests["a"].number != number
+    metadata = engine.step(a=2 * BLOCK + 1)
+    assert b"\1" * 32 in metadata.plan
+
+
+def test_a_lookup_is_asked_again_until_it_is_answered(engine: Engine) -> None:
+    request = engine.request("a", [9] * (2 * BLOCK + 1))
+    end = time.monotonic() + 30
+    answers = []
+    while not answers or answers[-1][0] is None:
+        assert time.monotonic() < end
+        answers.append(engine.half.lookup(request, 0))
+        engine.step()
+    assert answers[0] == (None, False)
+    assert answers[-1] == (0, False)
+    stats = engine.half.take_stats()
+    assert stats is not None
+    assert stats.data["lookups"] == 1
+    request.skip_reading_prefix_cache = True
+    assert engine.half.lookup(request, 0) == (0, False)
