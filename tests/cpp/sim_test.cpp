@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvprism/backend/memory_store.h"
+#include "kvprism/base/error.h"
 #include "kvprism/sim/block_pool.h"
 #include "kvprism/sim/content_oracle.h"
 #include "kvprism/sim/engine.h"
@@ -192,6 +193,36 @@ TEST(GroupModel, NeededChunks) {
   EXPECT_EQ(window.first_needed(8), 0U);
   EXPECT_EQ(groups[2].first_needed(32), 1U);
   EXPECT_EQ(groups[1].first_needed(32), 0U);
+}
+
+TEST(GroupModel, AWindowKeepsWhatDraftsRetain) {
+  CacheConfig config = small_config();
+  config.groups[3].spec.extra_retained_tokens = 4;
+  const auto projection = Projection::make(config, SpecRegistry::builtin());
+  EXPECT_EQ(model_groups(*projection)[3].window, *config.groups[3].spec.sliding_window + 4);
+}
+
+TEST(GroupModel, WhatTheWorldCannotModelIsRefused) {
+  const auto code_of = [](const CacheConfig& config) {
+    const auto projection = Projection::make(config, SpecRegistry::builtin());
+    try {
+      model_groups(*projection);
+    } catch (const Error& error) {
+      return error.code();
+    }
+    return ErrorCode::kClosed;
+  };
+  CacheConfig compressed = small_config();
+  std::get<AttentionPayload>(compressed.groups[0].spec.payload).compression = 2;
+  EXPECT_EQ(code_of(compressed), ErrorCode::kUnsupported);
+  CacheConfig wrapped = small_config();
+  GroupConfig& group = wrapped.groups[0];
+  LayerSpec second{group.spec, {"second"}};
+  group.members = {{group.spec, group.layers}, second};
+  group.spec = CacheSpec{};
+  group.spec.kind = kUniformKind;
+  group.layers.clear();
+  EXPECT_EQ(code_of(wrapped), ErrorCode::kUnsupported);
 }
 
 // An engine with its own store client over a pool.

@@ -42,12 +42,22 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
   std::vector<GroupModel> groups;
   for (const GroupId id : indices<GroupId>(projection.num_groups())) {
     const ResolvedGroup& group = projection.group(id);
+    if (group.specs.size() > 1 || group.tokens_per_block != group.spec.block_size) {
+      fail(ErrorCode::kUnsupported, "simulated engine",
+           {"groups[" + std::to_string(raw(id)) + "]",
+            std::to_string(group.specs.size()) + " specs, " +
+                std::to_string(group.tokens_per_block) + " tokens in " +
+                std::to_string(group.spec.block_size) + " positions",
+            "one spec without compression, on one decode context rank",
+            {}});
+    }
     GroupModel model;
     model.id = id;
     model.kind = kind_of(group);
     model.stored = model.kind != GroupModel::Kind::kRing && group.enable_kv_transfer;
     model.tokens = group.spec.block_size;
-    model.window = group.spec.sliding_window.value_or(0);
+    if (group.spec.sliding_window)
+      model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
     model.replay = group.spec.replay_tokens.value_or(0);
     model.layers = static_cast<std::uint32_t>(group.layers.size());
     model.shape = shape_of(group, model.kind);
