@@ -63,7 +63,7 @@ class Engine:
         self.half.bind_pool(self.pool)
         self.tables: dict[str, list[Any]] = {}
 
-    def request(self, name: str, tokens: list[int]) -> Any:
+    def request(self, name: str, tokens: list[int], **parameters: Any) -> Any:
         from vllm import SamplingParams
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
@@ -71,7 +71,7 @@ class Engine:
         request = Request(
             name,
             tokens,
-            SamplingParams(max_tokens=8),
+            SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": parameters or None}),
             None,
             block_hasher=get_request_block_hasher(BLOCK, _hash),
         )
@@ -193,3 +193,14 @@ def test_a_lookup_is_asked_again_until_it_is_answered(engine: Engine) -> None:
     assert stats.data["lookups"] == 1
     request.skip_reading_prefix_cache = True
     assert engine.half.lookup(request, 0) == (0, False)
+
+
+def test_a_client_can_keep_its_request_out_of_the_store(engine: Engine) -> None:
+    request = engine.request("a", TOKENS, kvprism={"save": False})
+    engine.allocate(request, len(TOKENS))
+    assert engine.step(a=len(TOKENS)).plan == b""
+    other = engine.request("b", TOKENS, kvprism={"load": False})
+    assert engine.half.lookup(other, 0) == (0, False)
+    assert engine.half.counters()["lookups"] == 0
+    engine.allocate(other, len(TOKENS))
+    assert engine.step(b=len(TOKENS)).plan

@@ -46,7 +46,8 @@ def test_preemption_and_abort(mooncake: LocalMooncake, expected: list[list[int]]
             answer = engine.serve(harness.prompts(), max_tokens=LENGTH, reset=reset)
             assert tokens_of(answer) == expected
             assert answer["preemptions"] > 0
-        assert answer["hits"] >= 2432
+        # Those that come later find the common beginning in the engine's own cache.
+        assert 2432 - 3 * 288 <= answer["hits"] <= 2432
         loads = answer["counters"]["loads"]
         for steps in (1, 2, 3, 5):
             # `reset` would not succeed if a block stayed in use.

@@ -208,9 +208,20 @@ class SchedulerSide:
             self._next_number += 1
             tracked.has_changed()
             self._requests[request.request_id] = tracked
+            self._restrict(tracked)
             if self._saves and (limit is None or limit >= self._step_tokens):
                 self._saving[request.request_id] = tracked
         return tracked.number
+
+    def _restrict(self, tracked: _Tracked) -> None:
+        """A client may keep its request out: kv_transfer_params {"kvprism": {"save": false}}."""
+        parameters = getattr(tracked.request, "kv_transfer_params", None)
+        wish = parameters.get("kvprism") if isinstance(parameters, Mapping) else None
+        if not isinstance(wish, Mapping):
+            return
+        load, save = (wish.get(word) is not False for word in ("load", "save"))
+        if not (load and save):
+            self._core.restrict(tracked.number, load=load, save=save)
 
     # What comes back.
 
