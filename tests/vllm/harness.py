@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvprism.local_mooncake import die_with_parent
+
 SCRIPT = Path(__file__).with_name("engine_run.py")
 # Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
 PREFIX, SUFFIXES = 300, (316, 325, 323, 338)
@@ -96,6 +98,7 @@ def run_engines(
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             timeout=timeout,
             check=False,
+            preexec_fn=die_with_parent(),
         )
         log.seek(0)
         text = log.read()
@@ -163,6 +166,7 @@ class LiveEngine:
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
             pass_fds=(writer,),
+            preexec_fn=die_with_parent(),
         )
         os.close(writer)
         self._answers = os.fdopen(reader)

@@ -145,7 +145,7 @@ def test_damage_to_the_loaded_bytes_would_be_seen(runs: Runs) -> None:
     assert sum(ours != theirs for ours, theirs in pairs) >= 3
 
 
-def test_no_ring_byte_is_in_the_store(runs: Runs) -> None:
+def test_no_scratch_is_in_the_store(runs: Runs) -> None:
     if "ring" not in runs.name:
         pytest.skip("no ring in this model")
     assert len(runs.ring_pieces) > 100

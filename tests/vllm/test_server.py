@@ -17,7 +17,7 @@ from typing import Any
 
 import conftest
 import harness
-from kvprism.local_mooncake import LocalMooncake, free_port
+from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port
 
 BOUND = 600.0  # seconds for a server to come up
 
@@ -34,7 +34,12 @@ def server(model: Path, connector: dict[str, Any]) -> Iterator[str]:
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
         )
         try:
             address = f"http://127.0.0.1:{port}"
