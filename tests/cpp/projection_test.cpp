@@ -550,6 +550,15 @@ TEST(ValidateStore, RefusesEncoderStates) {
   EXPECT_THAT(store_paths(*make(config)), IsEmpty());
 }
 
+// HiSparse: block ids of the host's pool are not those of the device's.
+TEST(ValidateStore, RefusesAPoolInHostMemory) {
+  CacheConfig config = config_of({attention(16), mamba(16)});
+  config.groups[1].host_resident = true;
+  EXPECT_THAT(store_paths(*make(config)), ElementsAre("groups[1].host_resident"));
+  config.groups[1].enable_kv_transfer = false;
+  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
+}
+
 // V4.
 TEST(ValidateStore, RefusesSeveralGroupsOverPrefillContextRanks) {
   CacheConfig config = config_of({attention(16), ring(8), mamba(16)});

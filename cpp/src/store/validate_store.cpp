@@ -98,6 +98,12 @@ std::vector<Problem> validate_store(const Projection& projection) {
     const ResolvedGroup& group = projection.group(index);
     check_modes(group, problems);
     const std::string path = group_path(group.id);
+    // Its ids count the blocks of another pool, and would name other groups' blocks here.
+    if (group.host_resident) {
+      problems.add(path + ".host_resident", "true", "false for a storable group",
+                   "a pool of its own in host memory is not supported; set enable_kv_transfer to "
+                   "false to leave the group out");
+    }
     if (group.tokens_per_block % hash != 0) {
       problems.add(path + ".block_size", tokens(group.tokens_per_block),
                    "a multiple of hash_block_size, " + tokens(hash),

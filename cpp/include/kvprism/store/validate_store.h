@@ -11,9 +11,10 @@
 namespace kvprism {
 
 // Every reason why the projection cannot be used with a store: no storable group; transferable
-// encoder states; a state group whose mode is not "align", also inside a wrapper (R02); several
-// storable groups with prefill context ranks; S or a group's tokens per block that h or S do not
-// divide; a hit alignment that some group cannot end on. Empty: usable.
+// encoder states; a storable group with a pool of its own in host memory; a state group whose mode
+// is not "align", also inside a wrapper (R02); several storable groups with prefill context ranks;
+// S or a group's tokens per block that h or S do not divide; a hit alignment that some group cannot
+// end on. Empty: usable.
 KVPRISM_API std::vector<Problem> validate_store(const Projection& projection);
 
 }  // namespace kvprism
