@@ -128,8 +128,18 @@ TEST(SimMemory, ShadowNoticesEveryByte) {
   EXPECT_EQ(memory.first_difference(), "byte 0: guard around the tensor is 9c, should be 9d");
 }
 
-TEST(SimMemory, OpenPagesMayChangeAndNothingElse) {
-  const auto projection = Projection::make(small_config(), SpecRegistry::builtin());
+class SimMemoryTest : public testing::TestWithParam<const char*> {
+ protected:
+  SimMemoryTest() {
+    CacheConfig config = small_config();
+    config.kv_layout = GetParam();
+    projection = Projection::make(config, SpecRegistry::builtin());
+  }
+  std::shared_ptr<const Projection> projection;
+};
+INSTANTIATE_TEST_SUITE_P(Layouts, SimMemoryTest, testing::Values("LBHNC", "BLHNC"));
+
+TEST_P(SimMemoryTest, OpenPagesMayChangeAndNothingElse) {
   SimMemory memory(*projection, {.guard_bytes = 8, .shadow = true});
   const GroupId full{1};
   const BlockId block{7};
@@ -143,11 +153,12 @@ TEST(SimMemory, OpenPagesMayChangeAndNothingElse) {
   memory.close(full, block);
   EXPECT_EQ(memory.first_difference(), "") << "the shadow takes over what arrived";
   memory.page(full, 1, block)[3] = std::byte{2};
-  EXPECT_NE(memory.first_difference(), "");
+  EXPECT_NE(memory.first_difference().find("layer 1"), std::string::npos);
+  EXPECT_NE(memory.first_difference().find("block 7"), std::string::npos);
+  EXPECT_NE(memory.first_difference().find("byte 3 is 02, should be 01"), std::string::npos);
 }
 
-TEST(SimMemory, TensorsPassTheProofs) {
-  const auto projection = Projection::make(small_config(), SpecRegistry::builtin());
+TEST_P(SimMemoryTest, TensorsPassTheProofs) {
   const SimMemory memory(*projection, {});
   const auto map = SegmentMap::make(projection, memory.tensors());
   EXPECT_EQ(map->regions().size(), 1U);

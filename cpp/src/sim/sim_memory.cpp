@@ -23,10 +23,13 @@ SimMemory::SimMemory(const Projection& projection, const SimMemoryOptions& optio
   }
   const std::uint64_t guard = options.guard_bytes;
   slot_bytes_ = (slot_bytes_ + 7) / 8 * 8;
-  block_stride_ = slot_bytes_ + guard;
-  layer_stride_ = block_stride_ * num_blocks_ + guard;
+  blocks_outermost_ = projection.kv_layout().front() == 'B';
+  const std::uint64_t slot = slot_bytes_ + guard;
+  layer_stride_ = blocks_outermost_ ? slot : slot * num_blocks_ + guard;
+  block_stride_ = blocks_outermost_ ? slot * num_slots_ + guard : slot;
   front_ = guard;
-  bytes_ = front_ + layer_stride_ * num_slots_ + guard;
+  bytes_ = front_ + guard +
+           (blocks_outermost_ ? block_stride_ * num_blocks_ : layer_stride_ * num_slots_);
   base_ = static_cast<std::byte*>(::operator new(bytes_, std::align_val_t{kAlignment}));
   std::memset(base_, kGuard, bytes_);
   for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
@@ -102,34 +105,38 @@ std::string SimMemory::first_difference() const {
   };
   if (num_open_ == 0) return same(0, bytes_) ? "" : first(0, bytes_);
   std::uint64_t cursor = 0;
-  for (std::uint32_t layer = 0; layer < num_slots_; ++layer) {
-    for (std::uint32_t b = 1; b < num_blocks_; ++b) {
-      const BlockId block{static_cast<std::int32_t>(b)};
-      const Open& entry = open_[static_cast<std::size_t>(raw(block))];
-      if (entry.count == 0 || layer >= pages_[entry.group].layers) continue;
-      if (!same(cursor, at(layer, block))) return first(cursor, at(layer, block));
-      cursor = at(layer, block) + pages_[entry.group].bytes;
-    }
+  // Pages in the order of their addresses.
+  const std::uint32_t inner = blocks_outermost_ ? num_slots_ : num_blocks_;
+  for (std::uint32_t i = 0; i < num_slots_ * num_blocks_; ++i) {
+    const std::uint32_t layer = blocks_outermost_ ? i % inner : i / inner;
+    const BlockId block{static_cast<std::int32_t>(blocks_outermost_ ? i / inner : i % inner)};
+    const Open& entry = open_[static_cast<std::size_t>(raw(block))];
+    if (entry.count == 0 || layer >= pages_[entry.group].layers) continue;
+    if (!same(cursor, at(layer, block))) return first(cursor, at(layer, block));
+    cursor = at(layer, block) + pages_[entry.group].bytes;
   }
   return same(cursor, bytes_) ? "" : first(cursor, bytes_);
 }
 
 std::string SimMemory::describe(std::uint64_t offset) const {
   std::string where = "byte " + std::to_string(offset) + ": ";
-  if (offset < front_ || offset >= front_ + layer_stride_ * num_slots_) {
+  if (offset < front_ || offset >= bytes_ - front_) {
     where += "guard around the tensor";
   } else {
-    const std::uint64_t layer = (offset - front_) / layer_stride_;
-    const std::uint64_t in_layer = (offset - front_) % layer_stride_;
-    const std::uint64_t block = in_layer / block_stride_;
-    const std::uint64_t in_block = in_layer % block_stride_;
-    where += "layer " + std::to_string(layer) + ", ";
-    if (block >= num_blocks_) {
-      where += "guard behind the layer";
+    const std::uint64_t at = offset - front_;
+    const std::uint64_t outer_stride = blocks_outermost_ ? block_stride_ : layer_stride_;
+    const std::uint64_t inner_stride = blocks_outermost_ ? layer_stride_ : block_stride_;
+    const std::uint64_t outer = at / outer_stride;
+    const std::uint64_t inner = at % outer_stride / inner_stride;
+    const std::uint64_t in_page = at % outer_stride % inner_stride;
+    const char* const outer_word = blocks_outermost_ ? "block " : "layer ";
+    const char* const inner_word = blocks_outermost_ ? "layer " : "block ";
+    where += outer_word + std::to_string(outer) + ", ";
+    if (inner >= (blocks_outermost_ ? num_slots_ : num_blocks_)) {
+      where += "guard behind it";
     } else {
-      where += "block " + std::to_string(block) + ", ";
-      where +=
-          in_block >= slot_bytes_ ? "guard behind the block" : "byte " + std::to_string(in_block);
+      where += inner_word + std::to_string(inner) + ", ";
+      where += in_page >= slot_bytes_ ? "guard behind it" : "byte " + std::to_string(in_page);
     }
   }
   const auto hex = [](std::byte value) {

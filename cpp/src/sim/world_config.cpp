@@ -174,6 +174,8 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.max_new_tokens = static_cast<std::uint32_t>(random.between(1, 30));
   config.families = static_cast<std::uint32_t>(random.between(1, 4));
 
+  config.cache.kv_layout = random.chance(1, 2) ? "LBHNC" : "BLHNC";
+
   if (config.clean) {
     // Nothing may be lost here, so no bound may pass either.
     config.faults = FaultPlan{};
@@ -191,6 +193,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
 std::string WorldConfig::describe() const {
   std::string text =
       std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", 2 ranks:" : ":");
+  text += " " + cache.kv_layout;
   for (const GroupConfig& group : cache.groups) {
     text += " " + group.spec.kind + "(" + std::to_string(group.spec.block_size);
     if (group.spec.sliding_window) text += " window " + std::to_string(*group.spec.sliding_window);

@@ -21,6 +21,7 @@ struct SimMemoryOptions {
   bool shadow = false;  // keep a second copy of what the memory should hold
 };
 
+// Laid out as LBHNC or BLHNC, as the projection says: layers outermost, or blocks.
 // Layer slot l of block b is shared by layer l of every group, so a block id belongs to one group
 // at a time. Ownership: owns the memory. Threads: one, beside a store that moves bytes in open
 // blocks.
@@ -75,6 +76,7 @@ class SimMemory {
   IndexedVector<GroupId, Page> pages_;
   std::uint32_t num_blocks_ = 0;
   std::uint32_t num_slots_ = 0;
+  bool blocks_outermost_ = false;
   std::uint64_t front_ = 0;
   std::uint64_t block_stride_ = 0;
   std::uint64_t layer_stride_ = 0;
