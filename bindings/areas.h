@@ -7,6 +7,7 @@
 namespace kvprism::bindings {
 
 void bind_exit(nanobind::module_& module);     // gil_free.cpp: adds no name
+void bind_log(nanobind::module_& module);      // log.cpp: take_log_lines, set_log_level
 void bind_errors(nanobind::module_& module);   // errors.cpp: Error, its subclasses, Problem
 void bind_spec(nanobind::module_& module);     // spec.cpp: SpecRegistry
 void bind_group(nanobind::module_& module);    // group.cpp: CacheConfig, Projection, the typed ids

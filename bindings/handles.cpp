@@ -4,6 +4,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "kvprism/backend/clock.h"
 #include "kvprism/base/error.h"
 
@@ -84,7 +86,7 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
                                const StoreSchedulerOptions& options, std::uint32_t width)
-    : hash_width(checked_width(width)), index_(store->take_index()) {
+    : hash_width(checked_width(width)), handle_(store), index_(store->take_index()) {
   try {
     scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
   } catch (...) {
@@ -100,13 +102,17 @@ const std::shared_ptr<StoreScheduler>& BoundScheduler::shared() {
 
 CloseReport BoundScheduler::close(Duration budget) {
   closed_ = true;
-  return index_->close_index(budget);
+  const Instant until = monotonic_now() + budget;
+  CloseReport report = index_->close_index(budget);
+  handle_->close(std::max(Duration{}, until - monotonic_now()));
+  return report;
 }
 
 BoundWorker::BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map,
                          std::shared_ptr<StoreHandle> store, const StoreWorkerOptions& options)
     : map_object_(nb::borrow(map)),
       map_(nb::cast<std::shared_ptr<const SegmentMap>>(map)),
+      handle_(store),
       store_(store->take_store()),
       owner_(getpid()) {
   try {
@@ -192,7 +198,9 @@ CloseReport BoundWorker::close_once(Duration budget) {
   const std::lock_guard lock(mutex_);
   if (ended_ || owner_ != getpid()) return close_report_;
   ended_ = true;
+  const Instant until = monotonic_now() + budget;
   close_report_ = pump_ ? pump_->stop(budget) : worker_->close(monotonic_now(), budget);
+  handle_->close(std::max(Duration{}, until - monotonic_now()));
   return close_report_;
 }
 

@@ -39,7 +39,8 @@ class StoreHandle {
   void return_store();
   void return_index();
   StoreCapabilities capabilities() const { return store_->capabilities(); }
-  // Closes the sides that nobody has taken, and refuses to be taken from then on.
+  // Closes the sides that nobody has taken, and refuses to be taken from then on. The owner of one
+  // side calls it too when it closes, so that a connection with one owner ends with it.
   CloseReport close(Duration budget);
 
   std::function<Counters()> counters;  // empty: none
@@ -88,6 +89,7 @@ class BoundScheduler {
   const std::uint32_t hash_width;
 
  private:
+  std::shared_ptr<StoreHandle> handle_;
   std::shared_ptr<ObjectIndex> index_;
   std::shared_ptr<StoreScheduler> scheduler_;
   std::atomic<bool> closed_{false};
@@ -134,6 +136,7 @@ class BoundWorker {
 
   nb::object map_object_;
   std::shared_ptr<const SegmentMap> map_;
+  std::shared_ptr<StoreHandle> handle_;
   std::shared_ptr<ObjectStore> store_;
   std::shared_ptr<StoreWorker> worker_;
   const pid_t owner_;

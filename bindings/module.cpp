@@ -11,6 +11,7 @@ NB_MODULE(_core, module) {
   module.attr("version") = KVPRISM_VERSION_STRING;
   bind_exit(module);
   bind_errors(module);
+  bind_log(module);
   bind_spec(module);
   bind_group(module);
   bind_key(module);

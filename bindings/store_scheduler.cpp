@@ -101,6 +101,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["sources_skipped"] = c.sources_skipped;
   out["reports_foreign"] = c.reports_foreign;
   out["reports_malformed"] = c.reports_malformed;
+  out["chunks_avoided"] = c.chunks_avoided;
   out["bypasses"] = c.bypasses;
   out["ledger"] = ledger;
   return out;
@@ -163,7 +164,7 @@ flat bytes. Both are copied before the call returns.)")
              double load_timeout_seconds, double save_timeout_seconds,
              double quarantine_after_seconds, bool detach_quarantined_loads,
              std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
-             std::uint32_t hash_width) {
+             double avoid_failed_for_seconds, std::uint32_t hash_width) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.loads = loads;
@@ -180,6 +181,8 @@ flat bytes. Both are copied before the call returns.)")
             options.backoff = to_duration(backoff_seconds, "backoff_seconds");
             options.saved_fresh_for =
                 to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
+            options.avoid_failed_for =
+                to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
@@ -187,7 +190,7 @@ flat bytes. Both are copied before the call returns.)")
           "load_timeout_seconds"_a = 20.0, "save_timeout_seconds"_a = 60.0,
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
-          "hash_width"_a = 32,
+          "avoid_failed_for_seconds"_a = 5.0, "hash_width"_a = 32,
           R"(Takes the index side of `store`.
 
 Args:
@@ -205,6 +208,7 @@ Args:
     backoff_after: Consecutive saves that the store refused (full, away or late) before saving pauses.
     backoff_seconds: Length of that pause.
     saved_fresh_for_seconds: What was saved is not saved again for this long.
+    avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
 
 Raises:

@@ -47,10 +47,13 @@ from ._core import (
     memory_store,
     mooncake_store,
     rank_position,
+    set_log_level,
+    take_log_lines,
     validate_peer,
     validate_store,
 )
 from ._core import version as __version__
+from .logs import forward_log
 
 __all__ = [
     "ArgumentError",
@@ -89,12 +92,15 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "find_mooncake_library",
+    "forward_log",
     "inject_faults",
     "kernel_blocks",
     "known_mooncake_builds",
     "memory_store",
     "mooncake_store",
     "rank_position",
+    "set_log_level",
+    "take_log_lines",
     "validate_peer",
     "validate_store",
 ]

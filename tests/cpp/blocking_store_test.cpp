@@ -702,6 +702,8 @@ TEST(BlockingStore, CloseDrains) {
     ASSERT_TRUE(start_put(store, op, batch_of({"k" + std::to_string(op)}, memory.data(), 16)));
   }
   EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+  EXPECT_FALSE(script->is_torn_down(0)) << "the other side may still want it";
+  EXPECT_EQ(store.close_index(kvprism::seconds(5)).unquiet, 0u);
   EXPECT_TRUE(script->is_torn_down(0));
   ends.drain();
   for (int op = 1; op <= 4; ++op) {
@@ -725,6 +727,21 @@ TEST(BlockingStore, OneSideClosesWithoutTheOther) {
   EXPECT_EQ(store.close_index(kvprism::seconds(5)).unquiet, 0u);
   EXPECT_TRUE(script->is_torn_down(0));
   EXPECT_FALSE(start_exists(store, 3, batch_of({"a"})));
+}
+
+TEST(BlockingStore, ASideThatClosesEarlyLeavesTheClientToTheOther) {
+  // A scheduler may end before its worker has had its first job.
+  const auto script = std::make_shared<Script>();
+  BlockingStore store(factory_of(script), quick());
+  Ends ends(store);
+  EXPECT_EQ(store.close_index(kvprism::seconds(5)).unquiet, 0u);
+  std::array<std::byte, 16> memory{};
+  ASSERT_TRUE(start_put(store, 1, batch_of({"a"}, memory.data(), 16)));
+  ASSERT_TRUE(ends.wait_quiet(1));
+  EXPECT_EQ(ends.status(1), ItemStatus::kOk);
+  EXPECT_FALSE(script->is_torn_down(0));
+  EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+  EXPECT_TRUE(script->is_torn_down(0));
 }
 
 TEST(BlockingStore, CloseCancelsReportsAndNeverHangs) {

@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "kvprism/base/log.h"
 #include "store_fixtures.h"
 
 namespace kvprism {
@@ -373,6 +374,77 @@ TEST_F(SchedulerTest, AFailedLoadIsNotTriedAgain) {
   EXPECT_EQ(again.external_tokens, 0u);
   EXPECT_EQ(scheduler->counters().bypasses, 1u);
   EXPECT_TRUE(scheduler->lookup(RequestId{7}, 65, hashes.list(), 0, now).pending);
+}
+
+TEST_F(SchedulerTest, AChunkThatCouldNotBeLoadedIsAvoidedForAWhile) {
+  // R41: the table lists it, every load of it fails, and no put replaces it.
+  build({test::full_group(16), test::full_group(16, "second")});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}, {5, 6, 7, 8}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{1}, 2, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)},
+          {StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+
+  // What is missing is left to the index, which here still lists it.
+  const auto hit_of_another = [&](const Hashes& of, Instant at) {
+    now = at;
+    const std::uint32_t hit = settle_lookup(65, of, 0).external_tokens;
+    scheduler->finished(kRequest, FinishReason::kCompleted);
+    return hit;
+  };
+  const Instant failed_at = now;
+  EXPECT_EQ(hit_of_another(hashes, failed_at + milliseconds(4999)), 32u);
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 1u);
+  const Hashes other(8, 2);
+  exists(other, 64);
+  EXPECT_EQ(hit_of_another(other, failed_at + milliseconds(4999)), 64u) << "other prefixes";
+  EXPECT_EQ(hit_of_another(hashes, failed_at + seconds(5)), 64u) << "and only for a while";
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 1u);
+}
+
+TEST_F(SchedulerTest, AStoreThatCannotBeReachedIsNotHeldAgainstItsObjects) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kUnavailable)}});
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 0u);
+}
+
+TEST_F(SchedulerTest, SavesOfWhichNothingArrivesAreToldOnce) {
+  // R04
+  std::vector<std::string> lines;
+  set_log_sink(
+      [](void* to, LogLevel, std::string_view line) {
+        static_cast<std::vector<std::string>*>(to)->emplace_back(line);
+      },
+      &lines, LogLevel::kWarning);
+  build({test::full_group(16)});
+  for (std::uint64_t id = 1; id <= 40; ++id) {
+    const Hashes hashes(1, static_cast<int>(id));
+    scheduler->advanced(RequestId{id}, 16, hashes.list());
+    const Rows rows({std::vector<std::int32_t>{1}});
+    scheduler->save(RequestId{id}, {0, 16}, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    ASSERT_EQ(plan.jobs.size(), 1u) << id;
+    report(plan.jobs[0].id, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kInvalid)}});
+    EXPECT_EQ(lines.size(), id < 20 ? 0u : 1u) << id;
+  }
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_EQ(
+      lines[0],
+      "20 saves have ended and the store has taken no object: the last failure is \"invalid\"");
 }
 
 TEST_F(SchedulerTest, AnAllocationThatTakesNothingLoadsNothing) {

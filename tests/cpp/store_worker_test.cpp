@@ -446,6 +446,26 @@ TEST_F(WorkerTest, RegistrationIsAllOrNothing) {
   failing->fail_region_at = 0;
   EXPECT_THROW(StoreWorker(schema, map, failing, {}), Error);
   EXPECT_THAT(failing->regions, IsEmpty());
+
+  // The second of two allocations cannot be registered: the first goes back.
+  std::vector<std::byte> second(64 * kPage);
+  std::vector<CacheTensor> tensors(3);
+  const char* layers[] = {"full", "ring", "second"};
+  for (std::size_t t = 0; t < 3; ++t) {
+    std::vector<std::byte>& home = t == 2 ? second : memory;
+    tensors[t].base = home.data();
+    tensors[t].bytes = home.size();
+    tensors[t].layers = {layers[t]};
+    tensors[t].layer_stride = 64 * kPage;
+    tensors[t].block_stride = kPage;
+    tensors[t].offset = t == 2 ? 0 : t * 64 * kPage;
+  }
+  const auto two = SegmentMap::make(projection, tensors);
+  ASSERT_EQ(two->regions().size(), 2u);
+  failing = std::make_shared<ScriptedStore>();
+  failing->fail_region_at = 1;
+  EXPECT_THROW(StoreWorker(schema, two, failing, {}), Error);
+  EXPECT_THAT(failing->regions, IsEmpty());
 }
 
 }  // namespace

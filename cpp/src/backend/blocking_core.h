@@ -122,7 +122,6 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   std::array<std::deque<Completion>, detail::kSides> completions;
   Wakeup wakeup;
   std::array<std::vector<OpId>, detail::kSides> unquiet;
-  std::array<bool, detail::kSides> used{};
   std::array<bool, detail::kSides> closed{};
   bool finished = false;  // no client will be made any more
   bool stop_care = false;

@@ -60,7 +60,6 @@ bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>
   if (in_child() || batch == nullptr) return false;
   const Lock lock(mutex);
   if (closed[side_of(kind)] || finished) return false;
-  used[side_of(kind)] = true;
   if (current == nullptr || held_up(kind)) {
     ++counters.circuit_open;
     end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
@@ -129,8 +128,7 @@ CloseReport BlockingStore::Core::close(Side side, Duration budget) {
     if (side_of(call->kind) == side && !call->abandoned) abandon(*call, ItemStatus::kCancelled);
   }
   const Side other = side == kStore ? kIndex : kStore;
-  if (closed[other] || !used[other]) {
-    closed[other] = true;
+  if (closed[other]) {
     finish_clients();
     changed.wait_until(lock, end, [&] { return counters.retired_now == 0; });
   }

@@ -164,7 +164,8 @@ class MooncakeClient final : public BlockingClient {
     tear_down();
     fail(ErrorCode::kUnavailable, kSubject,
          {"set-up", thrown.empty() ? detail::mooncake_code_text(code) : thrown,
-          "0 from Mooncake with master " + kvprism::to_string(master_),
+          "0 from Mooncake with master " + kvprism::to_string(master_) + " and metadata server " +
+              options.metadata_server,
           "its log on standard error says more; is the segment size within free memory?"});
   }
 

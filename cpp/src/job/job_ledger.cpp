@@ -145,6 +145,10 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
     return;
   }
   const std::uint64_t bit = std::uint64_t{1} << raw(rank);
+  const bool newly_quiet = report.quiet != 0 && (job->quiet_ranks & bit) == 0;
+  if (report.quiet != 0 && !newly_quiet) ++impl_->counters.duplicate_notices;
+  // Before the outcome: what is quiet when it settles needs no watch.
+  if (newly_quiet) job->quiet_ranks |= bit;
   if (report.outcome != JobOutcome::kNone) {
     if ((job->outcome_ranks & bit) != 0) {
       ++impl_->counters.duplicate_notices;
@@ -164,14 +168,7 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
       }
     }
   }
-  if (report.quiet != 0) {
-    if ((job->quiet_ranks & bit) != 0) {
-      ++impl_->counters.duplicate_notices;
-    } else {
-      job->quiet_ranks |= bit;
-      impl_->queue_quiet(report.job, *job);
-    }
-  }
+  if (newly_quiet) impl_->queue_quiet(report.job, *job);
 }
 
 void JobLedger::advance(Instant now) {

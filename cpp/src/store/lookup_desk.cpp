@@ -30,8 +30,8 @@ void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t max, Visit vi
   }
 }
 
-void LookupDesk::ask(const std::vector<Question>& questions, Instant now, Instant deadline,
-                     std::vector<Answer>& answers) {
+void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixes& avoid,
+                     Instant now, Instant deadline, std::vector<Answer>& answers) {
   if (questions.empty()) return;
   std::unique_ptr<ObjectBatch> batch;
   if (idle_batches_.empty()) {
@@ -41,14 +41,21 @@ void LookupDesk::ask(const std::vector<Question>& questions, Instant now, Instan
     idle_batches_.pop_back();
     batch->clear();
   }
+  const bool watch = !avoid.stale(now);
   std::vector<Asked> asked;
   asked.reserve(questions.size());
   for (const Question& question : questions) {
     asked.push_back(
-        {question.request, question.serial, question.local, question.max, batch->keys.size()});
+        {question.request, question.serial, question.local, question.max, batch->keys.size(), {}});
+    std::size_t place = 0;
     for_each_chunk(question.local, question.max, [&](StoreIndex group, std::uint32_t chunk) {
       const std::uint32_t tokens = (chunk + 1) * groups_[raw(group)].chunk_tokens;
       const auto hash = question.hashes[tokens / hash_tokens_ - 1];
+      if (watch && avoid.contains(RecentPrefixes::tag_of(hash, group), now)) {
+        asked.back().avoided.push_back(place);
+        ++counters_.avoided;
+      }
+      ++place;
       for (const RankPosition& shard : schema_->shards(group))
         schema_->append_key(batch->keys, group, shard, hash);
     });
@@ -71,6 +78,8 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
     presence_.set_chunks(index, asked.max / groups_[raw(index)].chunk_tokens);
   }
   std::size_t key = asked.first_key;
+  std::size_t place = 0;
+  auto avoided = asked.avoided.begin();
   for_each_chunk(asked.local, asked.max, [&](StoreIndex group, std::uint32_t chunk) {
     bool everywhere = true;
     for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
@@ -79,6 +88,11 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
       failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
                 status != ItemStatus::kNotReady;
     }
+    if (avoided != asked.avoided.end() && *avoided == place) {
+      ++avoided;
+      everywhere = false;
+    }
+    ++place;
     if (everywhere) presence_.mark(group, chunk);
   });
   return find_hit(groups_, presence_, asked.local, asked.max, alignment_);

@@ -11,6 +11,7 @@
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/run/instant.h"
+#include "store/recent_prefixes.h"
 
 namespace kvprism::detail {
 
@@ -33,6 +34,7 @@ struct Answer {
 struct LookupCounters {
   std::uint64_t calls = 0;
   std::uint64_t keys = 0;
+  std::uint64_t avoided = 0;
 };
 
 // Ownership: shares schema and index. Threads: one.
@@ -41,9 +43,9 @@ class LookupDesk {
   LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index);
 
   // All questions of a step as one call. Questions of a refused call are answered at once, as
-  // failed.
-  void ask(const std::vector<Question>& questions, Instant now, Instant deadline,
-           std::vector<Answer>& answers);
+  // failed. Chunks in `avoid` count as absent.
+  void ask(const std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
+           Instant deadline, std::vector<Answer>& answers);
 
   // Appends the answers that have arrived.
   void poll(Instant now, std::vector<Answer>& answers);
@@ -59,6 +61,8 @@ class LookupDesk {
     std::uint32_t local = 0;
     std::uint32_t max = 0;
     std::size_t first_key = 0;
+    std::vector<std::size_t>
+        avoided;  // chunks by their place in for_each_chunk's order; mostly none
   };
 
   // Calls visit(group index, chunk) for every chunk that a hit in (local, max] could need, in key

@@ -13,7 +13,7 @@
 #include "kvprism/store/store_scheduler.h"
 #include "store/lookup_desk.h"
 #include "store/plan_builder.h"
-#include "store/saved_prefixes.h"
+#include "store/recent_prefixes.h"
 
 namespace kvprism {
 namespace detail {
@@ -101,7 +101,8 @@ struct StoreScheduler::Impl {
         desk(schema, std::move(index)),
         ledger({wanted.ranks, wanted.quarantine_after}),
         builder(plan),
-        saved_prefixes(wanted.saved_fresh_for) {
+        saved_prefixes(wanted.saved_fresh_for, 1 << 16),
+        unloadable(wanted.avoid_failed_for, 1 << 12) {
     for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
       save_rules.push_back(schema->projection().group(group).traits.save);
     }
@@ -118,7 +119,8 @@ struct StoreScheduler::Impl {
   JobLedger ledger;
   StepPlan plan;
   detail::PlanBuilder builder;
-  detail::SavedPrefixes saved_prefixes;
+  detail::RecentPrefixes saved_prefixes;
+  detail::RecentPrefixes unloadable;  // chunks of groups
   bool plan_taken = false;
   std::uint64_t step = 0;
   std::uint64_t next_serial = 1;
@@ -134,7 +136,8 @@ struct StoreScheduler::Impl {
   std::vector<BlockId> released;
   std::vector<LoadEnd> load_ends;
 
-  std::uint32_t refused_saves = 0;  // in a row
+  std::uint32_t refused_saves = 0;    // in a row
+  std::uint64_t fruitless_saves = 0;  // before the first object
   Instant backoff_until{INT64_MIN};
   StoreSchedulerCounters counters;
 
@@ -181,7 +184,7 @@ struct StoreScheduler::Impl {
   }
   // Of the prefix that ends S tokens after `from`.
   std::uint64_t tag_at(const Request& request, std::uint32_t from) const {
-    return detail::SavedPrefixes::tag_of(
+    return detail::RecentPrefixes::tag_of(
         hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
   }
 
@@ -220,7 +223,9 @@ struct StoreScheduler::Impl {
   void settle(Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
+  void warn_of_silence(const JobEvent& end);
   void end_load(JobId id, Load& load, const JobEvent& end, bool quiet);
+  void remember_unloadable(const Load& load, const JobEvent& end, Instant now);
 };
 
 }  // namespace kvprism

@@ -72,6 +72,24 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   counters.hit_tokens += hit - local;
 }
 
+// A load that fails may fail for all who ask: a damaged object is never replaced by a put, and what
+// lay on a dead node is listed until the master notices.
+void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
+  const Request* const request = find(load.request, load.generation);
+  if (request == nullptr || end.whole) return;
+  for (const FailedChunk& chunk : end.failed) {
+    const auto status = static_cast<ItemStatus>(chunk.status);
+    if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
+        status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
+      continue;  // the next lookup sees that by itself
+    }
+    const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
+    if (tokens / hash_tokens > hash_count(*request)) continue;
+    const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
+    unloadable.add(detail::RecentPrefixes::tag_of(hash, chunk.group), now);
+  }
+}
+
 void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet) {
   LoadEnd result;
   result.request = load.request;

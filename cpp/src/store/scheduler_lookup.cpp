@@ -57,7 +57,7 @@ void StoreScheduler::Impl::send_questions(Instant now) {
     questions.push_back({id, lookup.serial, lookup.asked_local, lookup.max, hashes_of(*request)});
   }
   queued.erase(queued.begin(), queued.begin() + static_cast<std::ptrdiff_t>(taken));
-  desk.ask(questions, now, now + options.lookup_timeout, answers);
+  desk.ask(questions, unloadable, now, now + options.lookup_timeout, answers);
   take_answers(now);
 }
 

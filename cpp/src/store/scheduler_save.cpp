@@ -1,6 +1,9 @@
 // Saves: what is ready, from where its bytes come, what to do when the store refuses them.
+#include <fmt/format.h>
+
 #include <iterator>
 
+#include "kvprism/base/log.h"
 #include "store/scheduler_impl.h"
 
 namespace kvprism {
@@ -101,6 +104,20 @@ void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end,
   }
 }
 
+// A store that refuses everything, for a reason that no back-off cures, must not go unnoticed
+// (R04).
+void StoreScheduler::Impl::warn_of_silence(const JobEvent& end) {
+  constexpr std::uint64_t kSaves = 20;
+  if (counters.saved_objects != 0 || ++fruitless_saves != kSaves) return;
+  const auto last = end.failed.empty()
+                        ? to_string(end.outcome)
+                        : to_string(static_cast<ItemStatus>(end.failed.back().status));
+  log(LogLevel::kWarning,
+      fmt::format("{} saves have ended and the store has taken no object: the last failure is "
+                  "\"{}\"",
+                  kSaves, last));
+}
+
 void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   const auto it = saves.find(raw(end.job));
   if (it == saves.end()) return;
@@ -125,6 +142,7 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
     backoff_until = now + options.backoff;
   }
 
+  warn_of_silence(end);
   remember_saved(save, end, now);
   Request* const request = find(save.request, save.generation);
   if (request == nullptr) return;

@@ -40,6 +40,7 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
   positive("quarantine_after", options.quarantine_after);
   positive("backoff", options.backoff);
   positive("saved_fresh_for", options.saved_fresh_for);
+  positive("avoid_failed_for", options.avoid_failed_for);
   if (options.backoff_after == 0) problems.add("backoff_after", "0", "at least 1 save");
 }
 
@@ -105,7 +106,11 @@ void StoreScheduler::Impl::add_marks(const Request& request) {
 void StoreScheduler::Impl::settle(Instant now) {
   ledger.advance(now);
   while (ledger.take_outcome(event)) {
-    if (event.kind == JobKind::kSave) end_save(event, now);
+    if (event.kind == JobKind::kSave) {
+      end_save(event, now);
+    } else if (const auto load = loads.find(raw(event.job)); load != loads.end()) {
+      remember_unloadable(load->second, event, now);
+    }
   }
   while (ledger.take_quarantined(event)) {
     log(LogLevel::kWarning,
@@ -268,6 +273,7 @@ StoreSchedulerCounters StoreScheduler::counters() const noexcept {
   StoreSchedulerCounters counters = impl_->counters;
   counters.lookup_calls = impl_->desk.counters().calls;
   counters.lookup_keys = impl_->desk.counters().keys;
+  counters.chunks_avoided = impl_->desk.counters().avoided;
   counters.ledger = impl_->ledger.counters();
   return counters;
 }

@@ -14,6 +14,8 @@ constexpr std::int64_t kLongestTimeout =
     1'000'000'000'000'000'000;  // ns; a sum with a time must not overflow
 constexpr std::string_view kSubject = "step plan";
 
+// Whatever a later version adds comes behind the jobs: from any plan the epoch and the ids of the
+// jobs can be read, so that nobody waits for jobs of a plan that is refused.
 struct Header {
   std::uint32_t magic;
   std::uint16_t version;
@@ -27,7 +29,7 @@ struct Header {
   std::uint32_t runs;
   std::uint32_t ids;
   std::uint32_t marks;
-  std::uint32_t reserved;
+  std::uint32_t job_bytes;  // of a job record, which begins with its id
 };
 static_assert(sizeof(Header) == 72 && sizeof(Header) % 8 == 0);
 
@@ -43,6 +45,7 @@ Header header_of(const StepPlanView& plan) {
   header.runs = static_cast<std::uint32_t>(plan.runs.size());
   header.ids = static_cast<std::uint32_t>(plan.ids.size());
   header.marks = static_cast<std::uint32_t>(plan.mark_tokens.size());
+  header.job_bytes = sizeof(JobRecord);
   return header;
 }
 
@@ -147,6 +150,10 @@ StepPlanView decode_plan(std::span<const std::byte> bytes) {
     detail::refuse(ErrorCode::kMismatch, kSubject, "version", header.version,
                    std::to_string(kVersion));
   }
+  if (header.job_bytes != sizeof(JobRecord)) {
+    detail::refuse(ErrorCode::kMismatch, kSubject, "job_bytes", header.job_bytes,
+                   std::to_string(sizeof(JobRecord)));
+  }
   if (header.flags != 0) detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0");
   if (header.total_bytes != size) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
@@ -177,16 +184,16 @@ PlanOutline outline_of(std::span<const std::byte> bytes) noexcept {
   if (bytes.size() < sizeof(Header)) return outline;
   Header header;
   std::memcpy(&header, bytes.data(), sizeof(Header));
-  if (header.magic != kMagic || header.version != kVersion) return outline;
+  if (header.magic != kMagic || header.job_bytes < sizeof(JobId)) return outline;
   outline.epoch = header.epoch;
-  const std::size_t readable = (bytes.size() - sizeof(Header)) / sizeof(JobRecord);
+  const std::size_t readable = (bytes.size() - sizeof(Header)) / header.job_bytes;
   const std::size_t count = std::min<std::size_t>(header.jobs, readable);
   try {
     outline.jobs.reserve(count);
     for (std::size_t j = 0; j < count; ++j) {
-      JobRecord job;
-      std::memcpy(&job, bytes.data() + sizeof(Header) + j * sizeof(JobRecord), sizeof(JobRecord));
-      outline.jobs.push_back(job.id);
+      JobId id{};
+      std::memcpy(&id, bytes.data() + sizeof(Header) + j * header.job_bytes, sizeof(id));
+      outline.jobs.push_back(id);
     }
   } catch (...) {
     outline.jobs.clear();  // out of memory: these jobs expire at the scheduler instead

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core import GroupId, StoreScheduler
+from ..logs import forward_log
 from .cache_config import Described
 from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
@@ -119,6 +120,7 @@ class SchedulerSide:
             if state.boundary_state_offloads:
                 self._save_states(state.boundary_state_offloads)
         plan = self._core.end_step()
+        forward_log(logger)
         self._stirred |= bool(plan)
         self._take_load_ends()
         self._reference()

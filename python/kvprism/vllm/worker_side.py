@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._core import RankLoadEnd, RankLoads, StoreWorker
+from ..logs import forward_log
 from .cache_config import Described, segment_map
 from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
@@ -118,6 +119,7 @@ class WorkerSide:
 
     def take_reports(self) -> ReportMetadata | None:
         """What the scheduler has to hear."""
+        forward_log(logger)
         if not self._reports:
             return None
         reports = ReportMetadata(b"".join(self._reports))

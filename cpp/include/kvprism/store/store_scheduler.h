@@ -49,6 +49,7 @@ struct StoreSchedulerOptions {
   std::uint32_t backoff_after = 3;
   Duration backoff = seconds(5);           // saves dropped for so long
   Duration saved_fresh_for = seconds(60);  // what was saved is not saved again for so long
+  Duration avoid_failed_for = seconds(5);  // a chunk whose load failed counts as absent for so long
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
@@ -121,6 +122,7 @@ struct StoreSchedulerCounters {
   std::uint64_t sources_skipped = 0;  // chunks without a source in the present table
   std::uint64_t reports_foreign = 0;  // other epoch
   std::uint64_t reports_malformed = 0;
+  std::uint64_t chunks_avoided = 0;  // not asked for again yet: their load has just failed (R41)
   std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
   LedgerCounters ledger;
 };

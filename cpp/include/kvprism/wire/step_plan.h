@@ -102,8 +102,8 @@ KVPRISM_API StepPlanView decode_plan(std::span<const std::byte> bytes);
 // What decode_plan proves, for a plan that was never encoded. Throws the same errors.
 KVPRISM_API void check_plan(const StepPlanView& plan);
 
-// The (epoch, job ids) of a plan that decode_plan refuses, as far as they can be read safely: they
-// are reported failed.
+// The (epoch, job ids) of a plan that decode_plan refuses, also of another version, as far as they
+// can be read safely: they are reported failed.
 struct PlanOutline {
   std::uint64_t epoch = 0;
   std::vector<JobId> jobs;

@@ -1,0 +1,55 @@
+"""The library's log lines reach whoever asks."""
+
+from __future__ import annotations
+
+import logging
+
+import kvprism
+import pytest
+from store_helpers import BLOCK, Rank, hashes
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_lines() -> None:
+    kvprism.take_log_lines()
+
+
+def quarantine() -> None:
+    """Makes the library log one line: a worker that never answers, and blocks that are held."""
+    rank = Rank(save_timeout_seconds=0.001, quarantine_after_seconds=0.001)
+    rank.scheduler.advanced(1, BLOCK, hashes(list(range(BLOCK))))
+    rank.scheduler.save(1, (0, BLOCK), [[3]])
+    assert len(rank.scheduler.end_step()) == 1  # and nobody runs it
+    for _ in range(100_000):
+        rank.scheduler.end_step()
+        if rank.scheduler.counters()["ledger"]["quarantined"]:
+            return
+    raise AssertionError("no quarantine")
+
+
+def test_lines_are_kept_until_they_are_taken() -> None:
+    quarantine()
+    ((level, text),) = kvprism.take_log_lines()
+    assert level == "warning"
+    assert text.startswith("job 1 of request 1 is not quiet after")
+    assert kvprism.take_log_lines() == []
+
+
+def test_lines_go_to_a_logger(caplog: pytest.LogCaptureFixture) -> None:
+    quarantine()
+    with caplog.at_level(logging.WARNING, logger="kvprism"):
+        assert kvprism.forward_log() == 1
+        assert kvprism.forward_log() == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is not quiet after" in caplog.text
+
+
+def test_a_level_hides_what_is_below() -> None:
+    kvprism.set_log_level("error")
+    try:
+        quarantine()
+    finally:
+        kvprism.set_log_level("warning")
+    assert kvprism.take_log_lines() == []
+    with pytest.raises(kvprism.Error, match="level = loud: expected debug, info, warning"):
+        kvprism.set_log_level("loud")
