@@ -106,6 +106,41 @@ TEST(KeySchema, EveryFactChangesTheKey) {
        }},
       {"compression",
        [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).compression = 2; }},
+      {"states per token",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).states_per_token = 2; }},
+      {"head slots",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).num_head_slots = 1; }},
+      {"packed content",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).state_content_bytes = 255; }},
+      {"packing of equal size",
+       [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).cache_dtype = "packed"; }},
+      {"chunk",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "chunked_local_attention";
+         s.config.groups[0].spec.attention_chunk_size = 64;
+       }},
+      {"another chunk",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "chunked_local_attention";
+         s.config.groups[0].spec.attention_chunk_size = 128;
+       }},
+      {"sink",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "sink_full_attention";
+         s.config.groups[0].spec.sink_len = 16;
+       }},
+      {"another sink",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "sink_full_attention";
+         s.config.groups[0].spec.sink_len = 32;
+       }},
+      {"generated window",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "rswa";
+         s.config.groups[0].spec.rswa_window = 32;
+       }},
+      {"state on every rank",
+       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).tp_replicated = true; }},
       {"padding", [](Given& s) { s.config.groups[0].spec.page_size_padded = 10000; }},
       {"draft", [](Given& s) { s.config.groups[0].is_eagle_group = true; }},
       {"window", [](Given& s) { s.config.groups[2].spec.sliding_window = 64; }},
@@ -133,6 +168,22 @@ TEST(KeySchema, EveryFactChangesTheKey) {
     EXPECT_TRUE(seen.insert(key_of(setup)).second) << name;
     EXPECT_EQ(key_of(setup), key_of(setup)) << name;
   }
+}
+
+// The engine's scheduler knows a wrapper by its first spec alone, and names the same objects.
+TEST(KeySchema, AWrapperHasTheKeysOfItsFirstSpec) {
+  Given plain = base();
+  Given wrapped = base();
+  GroupConfig& group = wrapped.config.groups[0];
+  LayerSpec second{group.spec, {"b"}};
+  std::get<AttentionPayload>(second.spec.payload).head_size = 128;
+  group.members = {{group.spec, group.layers}, second};
+  group.spec = CacheSpec{};
+  group.spec.kind = kUniformKind;
+  group.layers.clear();
+  EXPECT_EQ(key_of(plain), key_of(wrapped));
+  std::swap(group.members[0], group.members[1]);
+  EXPECT_NE(key_of(plain), key_of(wrapped));
 }
 
 // Facts never run into each other, whatever they hold.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import kvprism
 import pytest
@@ -37,3 +38,12 @@ def test_every_key_is_described() -> None:
     keys |= {"page_size_bytes", *json.loads(block("json"))["parallel"]}
     described = set(re.findall(r"`([a-z_]+)`", PAGE))
     assert keys <= described, keys - described
+
+
+def test_the_kind_that_the_page_adds_is_one() -> None:
+    _, code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {"kvprism": kvprism}
+    exec(code, names)
+    (group,) = names["projection"].groups()
+    assert (group.kind, group.hit, group.window) == ("pooled_keys", "chunk", 128)
+    assert group.store_index is not None
