@@ -2,7 +2,8 @@
 
 The first line has ``model``, ``engine`` and ``connector``. Each further line has ``prompts``,
 ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and ``abort_after``: abort
-all of them after so many steps, unless it is null. An empty line ends it.
+all of them after so many steps, unless it is null; and ``settle``: wait for the connector's work.
+An empty line ends it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ def main() -> None:
         else:
             outputs = []
             abort(llm.llm_engine, prompts, parameters, order["abort_after"])
+        seconds = time.monotonic() - at
+        if order.get("settle"):
+            engine_run.settle(llm)
         reply: dict[str, Any] = {
-            "seconds": time.monotonic() - at,
+            "seconds": seconds,
             "outputs": [engine_run.describe(output) for output in outputs],
             "hits": engine_run.external_hits(llm) - before,
             "counters": engine_run.counters(llm),

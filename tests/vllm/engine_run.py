@@ -2,7 +2,8 @@
 
 The task has ``model``, ``engine`` (arguments of vllm.LLM), ``max_tokens`` and ``engines``, each
 with ``connector`` (a kv-transfer config or null) and ``rounds`` of prompts (token ids); the
-engine's own prefix cache is emptied between rounds when ``reset`` is true.
+engine's own prefix cache is emptied between rounds when ``reset`` is true. With ``abrupt`` the
+process ends without tidying up, which may hang with vLLM's own store connector.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def run_all(task: dict[str, Any]) -> list[dict[str, Any]]:
     results = []
     for engine in task["engines"]:
         results.append(run(task, engine))
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        if not task.get("abrupt"):
+            gc.collect()
+            cleanup_dist_env_and_memory()
     return results
 
 
@@ -66,6 +68,7 @@ def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
             }
         )
         hits_before = hits
+    settle(llm)
     result = {"start_seconds": started - begin, "rounds": rounds, "counters": counters(llm)}
     if engine.get("ring_pieces"):
         import ring_model
@@ -75,6 +78,17 @@ def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
         result["rings"] = rings_in_memory(llm, pieces)
     llm.llm_engine.engine_core.shutdown()
     return result
+
+
+def settle(llm: Any) -> None:
+    """Steps the engine until its connector has heard of everything that it has started."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    end = time.monotonic() + 60
+    while connector is not None and connector.has_pending_push_work():
+        if time.monotonic() > end:
+            raise TimeoutError("work stays pending")
+        core.step_fn()
 
 
 def empty_prefix_cache(llm: Any) -> None:
@@ -130,5 +144,8 @@ def rings_in_memory(llm: Any, pieces: list[bytes]) -> int:
 
 if __name__ == "__main__":
     answer = os.fdopen(3, "w")
-    json.dump(run_all(json.load(sys.stdin)), answer)
+    orders = json.load(sys.stdin)
+    json.dump(run_all(orders), answer)
     answer.close()
+    if orders.get("abrupt"):
+        os._exit(0)

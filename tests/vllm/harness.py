@@ -79,6 +79,7 @@ def run_engines(
     engine: Mapping[str, Any],
     max_tokens: int = 16,
     environment: Mapping[str, str] | None = None,
+    abrupt: bool = False,
     timeout: float = 900.0,
 ) -> list[dict[str, Any]]:
     """Runs engines one after the other in one new process."""
@@ -87,6 +88,7 @@ def run_engines(
         "engine": {**_ENGINE, **engine},
         "engines": [asdict(each) for each in engines],
         "max_tokens": max_tokens,
+        "abrupt": abrupt,
     }
     with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as answer:
         process = subprocess.run(
@@ -196,6 +198,7 @@ class LiveEngine:
         max_tokens: int = 16,
         reset: bool = False,
         abort_after: int | None = None,
+        settle: bool = False,
     ) -> dict[str, Any]:
         """Serves prompts; with ``reset``, nothing but the store can have their cache."""
         return self._order(
@@ -204,6 +207,7 @@ class LiveEngine:
                 "max_tokens": max_tokens,
                 "reset": reset,
                 "abort_after": abort_after,
+                "settle": settle,
             }
         )
 

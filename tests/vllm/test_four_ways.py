@@ -86,9 +86,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pieces_file = folder / "pieces" if "ring" in name else None
     environment = {"RING_RECORD": "1"} if pieces_file else {}
 
-    def run(engines: list[Engine], **variables: str) -> list[dict[str, Any]]:
+    def run(
+        engines: list[Engine], *, abrupt: bool = False, **variables: str
+    ) -> list[dict[str, Any]]:
         return harness.run_engines(
-            path, engines, engine=engine, environment=environment | variables
+            path, engines, engine=engine, environment=environment | variables, abrupt=abrupt
         )
 
     with LocalMooncake(storage_bytes=1 << 30) as mooncake:
@@ -104,7 +106,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         twice = Engine(BUILTIN, rounds=[harness.prompts()] * 2, reset=True)
         builtin: Any
         try:
-            (builtin,) = run([twice], **builtin_environment(mooncake, folder))
+            (builtin,) = run([twice], abrupt=True, **builtin_environment(mooncake, folder))
         except harness.EngineError as error:
             builtin = error
     content = pieces_file.read_bytes() if pieces_file else b""

@@ -67,7 +67,7 @@ def test_a_prompt_that_is_stored_whole(mooncake: LocalMooncake) -> None:
     connector = connect(mooncake, cache_prefix="whole")
     with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector) as engine:
         cold = engine.serve([prompt])
-        warm = engine.serve([prompt], reset=True)
+        warm = engine.serve([prompt], reset=True, settle=True)
         assert (cold["hits"], warm["hits"]) == (0, 576)
         assert tokens_of(warm) == tokens_of(cold)
         metrics = warm["metrics"]
@@ -99,7 +99,7 @@ def test_roles(mooncake: LocalMooncake) -> None:
     producer = connect(mooncake, "kv_producer", cache_prefix="roles")
     with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=producer) as engine:
         cold = engine.serve(asked)
-        again = engine.serve(asked, reset=True)
+        again = engine.serve(asked, reset=True, settle=True)
     assert again["hits"] == again["counters"]["lookups"] == 0
     assert again["counters"]["saved_objects"] == 76
     consumer = connect(mooncake, "kv_consumer", cache_prefix="roles")
