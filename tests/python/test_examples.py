@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kvprism.local_mooncake import LocalMooncake
 
+ENGINE = Path(__file__).parents[2] / "build" / "release" / "bin" / "kvprism_engine"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
 
@@ -30,3 +33,35 @@ def test_example(name: str, last_line: str) -> None:
 
 def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py"}
+
+
+def run_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # The library is looked for beside the python3 in PATH, as an engine without Python would.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR", "PATH": path}
+    return subprocess.run(
+        [str(ENGINE), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **quiet},
+    )
+
+
+@pytest.mark.mooncake
+def test_the_engine_without_python_stores_in_mooncake() -> None:
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        done = run_engine(mooncake.master)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = done.stdout.splitlines()
+    # How much the first engine found depends on how fast its saves were.
+    assert first.startswith("tokens from the store: 0 ")
+    assert first.endswith(" 192 192 192")
+    assert last == "0 bytes wrong"
+
+
+def test_the_engine_says_what_is_wrong() -> None:
+    done = run_engine("127.0.0.1:1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("engine: Mooncake client: master = 127.0.0.1:1: expected a")
