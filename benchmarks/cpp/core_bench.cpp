@@ -79,17 +79,17 @@ BENCHMARK(keys_floor_memcpy)->Arg(1024)->Arg(16384);
 
 void hit_search(benchmark::State& state) {
   const auto projection = hybrid();
-  const std::vector<HitGroup> groups = hit_groups(*projection);
+  HitSearch search(*projection);
+  const std::size_t groups = search.groups().size();
   const auto chunks = static_cast<std::uint32_t>(state.range(0));
   Presence presence;
-  presence.reset(groups.size());
-  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-    presence.set_chunks(index, chunks);
+  presence.reset(groups);
+  for (const StoreIndex index : indices<StoreIndex>(groups)) {
+    presence.set_units(index, chunks);
     for (std::uint32_t chunk = 0; chunk < chunks; ++chunk) presence.mark(index, chunk);
   }
-  for (auto _ : state) benchmark::DoNotOptimize(find_hit(groups, presence, 0, chunks * 16, 16));
-  state.SetItemsProcessed(state.iterations() * state.range(0) *
-                          static_cast<std::int64_t>(groups.size()));
+  for (auto _ : state) benchmark::DoNotOptimize(search.find(presence, 0, chunks * 16));
+  state.SetItemsProcessed(state.iterations() * state.range(0) * static_cast<std::int64_t>(groups));
 }
 BENCHMARK(hit_search)->Arg(1024)->Arg(16384);
 

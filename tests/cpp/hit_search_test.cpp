@@ -12,71 +12,185 @@ namespace {
 constexpr StoreIndex kFirst{0};
 constexpr StoreIndex kSecond{1};
 
+std::uint32_t next_family = 0;
+
+HitGroup rule_group(HitRule rule, std::uint32_t chunk_tokens, std::uint32_t window = 0) {
+  return {.rule = rule,
+          .chunk_tokens = chunk_tokens,
+          .window = window,
+          .draft = false,
+          .unit_tokens = chunk_tokens,
+          .family = next_family++};
+}
+HitGroup prefix(std::uint32_t chunk_tokens) { return rule_group(HitRule::kPrefix, chunk_tokens); }
+HitGroup window(std::uint32_t chunk_tokens, std::uint32_t tokens) {
+  return rule_group(HitRule::kWindow, chunk_tokens, tokens);
+}
+HitGroup chunked(std::uint32_t chunk_tokens, std::uint32_t tokens) {
+  return rule_group(HitRule::kChunk, chunk_tokens, tokens);
+}
+HitGroup state(std::uint32_t chunk_tokens) { return rule_group(HitRule::kLastState, chunk_tokens); }
+HitGroup draft(HitGroup group) {
+  group.draft = true;
+  return group;
+}
+HitGroup fine(HitGroup group, std::uint32_t unit) {
+  group.unit_tokens = unit;
+  return group;
+}
+
+HitSearch coarse(std::vector<HitGroup> groups, std::uint32_t step) {
+  return {std::move(groups), {.step = step, .unit = 1, .alignment = step}};
+}
+
 Presence presence(const std::vector<HitGroup>& groups, std::uint32_t tokens, bool all) {
   Presence present;
   present.reset(groups.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const StoreIndex index{static_cast<std::uint32_t>(g)};
-    present.set_chunks(index, tokens / groups[g].chunk_tokens);
-    for (std::uint32_t c = 0; all && c < present.chunks(index); ++c) present.mark(index, c);
+    present.set_units(index, tokens / groups[g].unit_tokens);
+    for (std::uint32_t c = 0; all && c < present.units(index); ++c) present.mark(index, c);
   }
   return present;
 }
+Presence presence(const HitSearch& search, std::uint32_t tokens, bool all) {
+  return presence(search.groups(), tokens, all);
+}
 
 TEST(HitSearch, PrefixStopsAtTheFirstHole) {
-  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false}};
-  Presence present = presence(groups, 160, false);
+  HitSearch search = coarse({prefix(16)}, 16);
+  Presence present = presence(search, 160, false);
   for (const std::uint32_t chunk : {0u, 1u, 2u, 4u, 5u}) present.mark(kFirst, chunk);
-  EXPECT_EQ(find_hit(groups, present, 0, 160, 16), 48u);
-  EXPECT_EQ(find_hit(groups, present, 64, 160, 16), 96u) << "what is local needs no object";
+  EXPECT_EQ(search.find(present, 0, 160), 48u);
+  EXPECT_EQ(search.find(present, 64, 160), 96u) << "what is local needs no object";
 }
 
 TEST(HitSearch, WindowNeedsOnlyItsReach) {
   // A window of 33 tokens reaches 32 back: two chunks of 16.
-  const std::vector<HitGroup> groups{{HitRule::kWindow, 16, 33, false}};
-  EXPECT_EQ(needed_chunks(groups[0], 160), (ChunkRange{8, 10}));
-  EXPECT_EQ(needed_chunks({HitRule::kWindow, 16, 34, false}, 160), (ChunkRange{7, 10}));
-  EXPECT_EQ(needed_chunks({HitRule::kWindow, 16, 1, false}, 160).size(), 0u);
-  EXPECT_EQ(needed_chunks(groups[0], 16), (ChunkRange{0, 1})) << "shorter than the window";
-  Presence present = presence(groups, 160, false);
+  HitSearch search = coarse({window(16, 33)}, 16);
+  EXPECT_EQ(needed_chunks(search.groups()[0], 160), (ChunkRange{8, 10}));
+  EXPECT_EQ(needed_chunks(window(16, 34), 160), (ChunkRange{7, 10}));
+  EXPECT_EQ(needed_chunks(window(16, 1), 160), (ChunkRange{9, 10}))
+      << "one object proves that the prefix was computed";
+  EXPECT_EQ(needed_chunks(search.groups()[0], 16), (ChunkRange{0, 1})) << "shorter than the window";
+  Presence present = presence(search, 160, false);
   present.mark(kFirst, 5);
   present.mark(kFirst, 6);
   present.mark(kFirst, 9);
-  EXPECT_EQ(find_hit(groups, present, 0, 160, 16), 112u);
+  EXPECT_EQ(search.find(present, 0, 160), 112u);
+}
+
+TEST(HitSearch, AttentionChunkNeedsNothingBelowItsStart) {
+  // Attention chunks of 64 tokens, blocks of 16: at 80 only block 4 is looked at, at 128 none.
+  HitSearch search = coarse({chunked(16, 64)}, 16);
+  EXPECT_EQ(needed_chunks(search.groups()[0], 80), (ChunkRange{4, 5}));
+  EXPECT_TRUE(needed_chunks(search.groups()[0], 128).empty());
+  Presence present = presence(search, 160, false);
+  EXPECT_EQ(search.find(present, 0, 112), 64u) << "64 tokens need no block at all";
+  EXPECT_EQ(search.tail_tokens(kFirst, present, 64), 0u) << "and no object ends there";
+  present.mark(kFirst, 4);
+  EXPECT_EQ(search.find(present, 0, 112), 80u);
+  EXPECT_EQ(search.tail_tokens(kFirst, present, 80), 80u);
+}
+
+TEST(HitSearch, AttentionChunkThatIsNoMultipleOfABlockIsCheckedAgain) {
+  // Attention chunks of 24 tokens, blocks of 16: 32 tokens need block 1, 16 tokens need block 0.
+  HitSearch search = coarse({chunked(16, 24)}, 16);
+  Presence present = presence(search, 32, false);
+  EXPECT_EQ(search.find(present, 0, 32), 0u);
+  present.mark(kFirst, 0);
+  EXPECT_EQ(search.find(present, 0, 32), 16u);
 }
 
 TEST(HitSearch, LastStateIsOneObjectAtTheEnd) {
-  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false},
-                                     {HitRule::kLastState, 16, 0, false}};
-  Presence present = presence(groups, 160, false);
+  HitSearch search = coarse({prefix(16), state(16)}, 16);
+  Presence present = presence(search, 160, false);
   for (std::uint32_t chunk = 0; chunk < 10; ++chunk) present.mark(kFirst, chunk);
-  EXPECT_EQ(find_hit(groups, present, 0, 160, 16), 0u) << "no state, no hit";
+  EXPECT_EQ(search.find(present, 0, 160), 0u) << "no state, no hit";
   present.mark(kSecond, 3);
-  EXPECT_EQ(find_hit(groups, present, 0, 160, 16), 64u);
-  EXPECT_EQ(load_chunks(groups[1], 64, 0), (ChunkRange{3, 4}));
+  EXPECT_EQ(search.find(present, 0, 160), 64u);
+  EXPECT_EQ(load_chunks(search.groups()[1], 64, 0), (ChunkRange{3, 4}));
 }
 
 TEST(HitSearch, LoadsNothingBelowTheLocalHit) {
-  const HitGroup full{HitRule::kPrefix, 16, 0, false};
+  const HitGroup full = prefix(16);
   EXPECT_EQ(load_chunks(full, 160, 48), (ChunkRange{3, 10}));
   EXPECT_TRUE(load_chunks(full, 48, 48).empty());
-  const HitGroup window{HitRule::kWindow, 16, 49, false};
-  EXPECT_EQ(load_chunks(window, 160, 144), (ChunkRange{9, 10}))
+  EXPECT_EQ(load_chunks(full, 52, 48), (ChunkRange{3, 4})) << "part of a chunk is a chunk";
+  EXPECT_EQ(load_chunks(window(16, 49), 160, 144), (ChunkRange{9, 10}))
       << "the rest of the window is local";
-  EXPECT_EQ(load_chunks(window, 160, 48), (ChunkRange{7, 10}));
+  EXPECT_EQ(load_chunks(window(16, 49), 160, 48), (ChunkRange{7, 10}));
 }
 
 TEST(HitSearch, UnequalChunksMeetOnTheCommonGrid) {
   // R08: chunks of 16 and 32; one missing chunk of 16 at tokens 32..47 leaves 32.
-  const std::vector<HitGroup> groups{{HitRule::kPrefix, 16, 0, false},
-                                     {HitRule::kPrefix, 32, 0, false}};
-  Presence present = presence(groups, 64, false);
+  HitSearch search = coarse({prefix(16), prefix(32)}, 32);
+  Presence present = presence(search, 64, false);
   present.mark(kFirst, 0);
   present.mark(kFirst, 1);
   present.mark(kFirst, 3);
   present.mark(kSecond, 0);
   present.mark(kSecond, 1);
-  EXPECT_EQ(find_hit(groups, present, 0, 64, 32), 32u);
+  EXPECT_EQ(search.find(present, 0, 64), 32u);
+}
+
+TEST(HitSearch, HitsEndInsideABlockWhereThatIsAllowed) {
+  // R22: blocks of 64 tokens, hashes of 16. Whole blocks 0 and 1, then 32 tokens of block 2.
+  HitSearch search({fine(prefix(64), 16), fine(state(64), 16)},
+                   {.step = 64, .unit = 16, .alignment = 16});
+  Presence present = presence(search, 320, false);
+  for (const std::uint32_t tokens : {64u, 128u, 160u}) present.mark(kFirst, tokens / 16 - 1);
+  present.mark(kSecond, 160 / 16 - 1);
+  EXPECT_EQ(search.find(present, 0, 320), 160u);
+  EXPECT_EQ(search.tail_tokens(kFirst, present, 160), 160u);
+  EXPECT_EQ(load_chunks(search.groups()[0], 160, 0), (ChunkRange{0, 3}));
+  EXPECT_EQ(load_chunks(search.groups()[1], 160, 0), (ChunkRange{2, 3}));
+
+  // A state at 144 tokens: the object of 160 holds those of 144.
+  Presence shorter = presence(search, 320, false);
+  for (const std::uint32_t tokens : {64u, 128u, 160u}) shorter.mark(kFirst, tokens / 16 - 1);
+  shorter.mark(kSecond, 144 / 16 - 1);
+  EXPECT_EQ(search.find(shorter, 0, 320), 144u);
+  EXPECT_EQ(search.tail_tokens(kFirst, shorter, 144), 160u);
+  EXPECT_EQ(search.tail_tokens(kSecond, shorter, 144), 144u);
+}
+
+TEST(HitSearch, ADraftNeedsOneMoreObject) {
+  HitSearch search = coarse({draft(prefix(16)), state(16)}, 16);
+  Presence present = presence(search, 160, true);
+  EXPECT_EQ(search.find(present, 0, 128), 128u) << "the object of 144 tokens stands behind it";
+  EXPECT_EQ(search.find(present, 0, 160), 144u);
+  EXPECT_EQ(search.find_loaded(present, 0, 160), 160u) << "a load took it off already";
+  HitSearch windows = coarse({draft(window(16, 33)), prefix(16)}, 16);
+  Presence gap = presence(windows, 160, true);
+  gap.set_units(kFirst, 10);
+  for (const std::uint32_t chunk : {2u, 3u, 4u, 7u, 8u}) gap.mark(kFirst, chunk);
+  EXPECT_EQ(windows.find(gap, 0, 160), 64u) << "two chunks and one more behind";
+}
+
+TEST(HitSearch, DraftsThatEndOnAHashUnitStillHit) {
+  // R23: pages of 1072 tokens in units of 67; objects at whole pages and at the last unit.
+  HitSearch search({draft(fine(prefix(1072), 67)), fine(state(1072), 67)},
+                   {.step = 1072, .unit = 67, .alignment = 67});
+  for (const std::uint32_t prompt : {2144u, 1072u}) {
+    Presence present = presence(search, prompt, false);
+    for (std::uint32_t tokens = 1072; tokens <= prompt; tokens += 1072) {
+      present.mark(kFirst, tokens / 67 - 1);
+    }
+    present.mark(kFirst, (prompt - 67) / 67 - 1);
+    present.mark(kSecond, (prompt - 67) / 67 - 1);
+    const std::uint32_t hit = search.find_below(present, 0, prompt, prompt - 1);
+    EXPECT_EQ(hit, prompt - 67) << prompt;
+  }
+}
+
+TEST(HitSearch, GroupsOfOneFamilyAreSearchedAsOne) {
+  HitGroup first = window(16, 33);
+  HitGroup second = first;
+  second.draft = true;
+  HitSearch search = coarse({first, second, prefix(16)}, 16);
+  Presence present = presence(search, 160, true);
+  EXPECT_EQ(search.find(present, 0, 160), 144u) << "one draft makes the family one";
 }
 
 // The definition, word for word: the largest grid point at which every group has everything it
@@ -86,11 +200,17 @@ std::uint32_t by_definition(const std::vector<HitGroup>& groups, const Presence&
   for (std::uint32_t tokens = max / alignment * alignment; tokens > local; tokens -= alignment) {
     bool usable = true;
     for (std::size_t g = 0; g < groups.size() && usable; ++g) {
-      const std::uint32_t size = groups[g].chunk_tokens;
+      const HitGroup& group = groups[g];
+      const std::uint32_t size = group.chunk_tokens;
       for (std::uint32_t position = 0; position < tokens && usable; ++position) {
         bool wanted = true;
-        if (groups[g].rule == HitRule::kWindow) wanted = position + groups[g].window > tokens;
-        if (groups[g].rule == HitRule::kLastState) wanted = position / size == tokens / size - 1;
+        if (group.rule == HitRule::kWindow) {
+          wanted = position + group.window > tokens || position == tokens - 1;
+        }
+        if (group.rule == HitRule::kChunk) {
+          wanted = position / size >= tokens / group.window * group.window / size;
+        }
+        if (group.rule == HitRule::kLastState) wanted = position / size == tokens / size - 1;
         const std::uint32_t chunk = position / size;
         const bool here = (chunk + 1) * size <= local ||
                           present.has(StoreIndex{static_cast<std::uint32_t>(g)}, chunk);
@@ -109,9 +229,10 @@ TEST(HitSearch, AgreesWithItsDefinition) {
     std::vector<HitGroup> groups;
     const std::uint32_t alignment = 8;
     for (std::uint32_t g = 0, n = 1 + random() % 3; g < n; ++g) {
-      const HitRule rules[] = {HitRule::kPrefix, HitRule::kWindow, HitRule::kLastState};
-      groups.push_back({rules[random() % 3], 2u << (random() % 3),
-                        1 + static_cast<std::uint32_t>(random() % 30), false});
+      const HitRule rules[] = {HitRule::kPrefix, HitRule::kWindow, HitRule::kLastState,
+                               HitRule::kChunk};
+      groups.push_back(rule_group(rules[random() % 4], 2u << (random() % 3),
+                                  1 + static_cast<std::uint32_t>(random() % 30)));
     }
     const std::uint32_t max = static_cast<std::uint32_t>(random() % 100);
     const std::uint32_t local = static_cast<std::uint32_t>(random() % 4) * alignment;
@@ -119,11 +240,12 @@ TEST(HitSearch, AgreesWithItsDefinition) {
     const std::uint32_t density = 50 + static_cast<std::uint32_t>(random() % 50);
     for (std::size_t g = 0; g < groups.size(); ++g) {
       const StoreIndex index{static_cast<std::uint32_t>(g)};
-      for (std::uint32_t c = 0; c < present.chunks(index); ++c) {
+      for (std::uint32_t c = 0; c < present.units(index); ++c) {
         if (random() % 100 < density) present.mark(index, c);
       }
     }
-    const std::uint32_t hit = find_hit(groups, present, local, max, alignment);
+    HitSearch search = coarse(groups, alignment);
+    const std::uint32_t hit = search.find(present, local, max);
     ASSERT_EQ(hit, std::max(local, by_definition(groups, present, local, max, alignment)))
         << "round " << round;
     if (hit > local) ++hits;
@@ -141,6 +263,8 @@ TEST(HitSearch, GroupsOfAProjectionComeInStoreOrder) {
   EXPECT_EQ(groups[1].rule, HitRule::kLastState);
   EXPECT_EQ(groups[1].chunk_tokens, 32u);
   EXPECT_EQ(groups[2].window, 20u);
+  EXPECT_EQ(groups[2].unit_tokens, 16u);
+  EXPECT_NE(groups[0].family, groups[2].family);
 }
 
 }  // namespace

@@ -21,9 +21,8 @@ constexpr std::uint32_t kItems = 20000;
   for (std::uint32_t i = 0; i < kItems; ++i)
     schema.append_key(slots, StoreIndex{0}, {}, hashes.subspan(i % 64, 32));
 }
-[[gnu::noinline]] std::uint32_t search_hit(const std::vector<HitGroup>& groups,
-                                           const Presence& presence) {
-  return find_hit(groups, presence, 0, kItems * 16, 16);
+[[gnu::noinline]] std::uint32_t search_hit(HitSearch& search, const Presence& presence) {
+  return search.find(presence, 0, kItems * 16);
 }
 
 }  // namespace
@@ -38,15 +37,15 @@ int main() {
     schema->append_key(slots, StoreIndex{0}, {}, std::span(hashes).first(32));
   }
 
-  const std::vector<HitGroup> groups = hit_groups(*projection);
+  HitSearch search(*projection);
   Presence presence;
-  presence.reset(groups.size());
-  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-    presence.set_chunks(index, kItems);
+  presence.reset(search.groups().size());
+  for (const StoreIndex index : indices<StoreIndex>(search.groups().size())) {
+    presence.set_units(index, kItems);
     for (std::uint32_t chunk = 0; chunk < kItems; ++chunk) presence.mark(index, chunk);
   }
   std::printf("%u items\n", kItems);
   make_keys(*schema, slots, hashes);
-  const std::uint32_t hit = search_hit(groups, presence);
+  const std::uint32_t hit = search_hit(search, presence);
   return hit == kItems * 16 && slots.size() == kItems ? 0 : 1;
 }

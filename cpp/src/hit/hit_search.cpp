@@ -1,109 +1,212 @@
 #include "kvprism/hit/hit_search.h"
 
 #include <algorithm>
+#include <span>
+#include <utility>
 
 namespace kvprism {
-namespace {
 
-// Chunks wholly below `local` are in the engine's own cache.
-bool usable(const HitGroup& group, const Presence& presence, StoreIndex index, std::uint32_t chunk,
-            std::uint32_t local) noexcept {
-  return (chunk + 1) * group.chunk_tokens <= local || presence.has(index, chunk);
+// The flags of a family: an object counts when every member has it.
+class HitSearch::Rows {
+ public:
+  Rows(const Presence& presence, const std::vector<StoreIndex>& members) noexcept
+      : presence_(presence),
+        first_(presence.row(members.front())),
+        others_(std::span(members).subspan(1)) {}
+
+  bool has(std::uint32_t unit) const noexcept {
+    if (unit >= first_.size() || first_[unit] == 0) return false;
+    for (const StoreIndex other : others_) {
+      if (!presence_.has(other, unit)) return false;
+    }
+    return true;
+  }
+
+ private:
+  const Presence& presence_;
+  std::span<const std::uint8_t> first_;
+  std::span<const StoreIndex> others_;
+};
+
+HitSearch::HitSearch(std::vector<HitGroup> groups, const HitGrid& grid)
+    : groups_(std::move(groups)), grid_(grid) {
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    const HitGroup& group = groups_[raw(index)];
+    const auto same = std::find_if(families_.begin(), families_.end(), [&](const Family& family) {
+      return family.rule.family == group.family;
+    });
+    if (same == families_.end()) {
+      families_.push_back({group, {index}});
+    } else {
+      same->members.push_back(index);
+      same->rule.draft |= group.draft;
+    }
+  }
+  std::stable_partition(families_.begin(), families_.end(),
+                        [](const Family& family) { return family.rule.rule == HitRule::kPrefix; });
 }
 
-// The longest prefix of at most `bound` tokens, a multiple of `alignment`, that this group alone
-// supports.
-std::uint32_t longest(const HitGroup& group, StoreIndex index, const Presence& presence,
-                      std::uint32_t local, std::uint32_t bound, std::uint32_t alignment) noexcept {
-  bound -= bound % alignment;
-  switch (group.rule) {
-    case HitRule::kPrefix: {
-      std::uint32_t chunk = local / group.chunk_tokens;
-      while ((chunk + 1) * group.chunk_tokens <= bound &&
-             usable(group, presence, index, chunk, local))
-        ++chunk;
-      const std::uint32_t reached = std::min(chunk * group.chunk_tokens, bound);
-      return std::max(local, reached - reached % alignment);
-    }
-    case HitRule::kWindow:
-    case HitRule::kChunk:
-    case HitRule::kLastState:
-      for (std::uint32_t tokens = bound; tokens > local; tokens -= alignment) {
-        const ChunkRange needed = needed_chunks(group, tokens);
-        std::uint32_t chunk = needed.end;
-        while (chunk > needed.first && usable(group, presence, index, chunk - 1, local)) --chunk;
-        if (chunk == needed.first) return tokens;
-        // A hole at `chunk - 1` rules out every prefix that still needs it: skip to those that end
-        // before it.
-        const std::uint32_t hole_start = (chunk - 1) * group.chunk_tokens;
-        const std::uint32_t next = hole_start - hole_start % alignment;
-        if (next + alignment < tokens) tokens = next + alignment;
+HitSearch::HitSearch(const Projection& projection)
+    : HitSearch(hit_groups(projection), hit_grid(projection)) {}
+
+std::uint32_t HitSearch::find(const Presence& presence, std::uint32_t local,
+                              std::uint32_t max_tokens) noexcept {
+  return search(presence, local, max_tokens, true);
+}
+
+std::uint32_t HitSearch::find_below(const Presence& presence, std::uint32_t local,
+                                    std::uint32_t probed, std::uint32_t limit) noexcept {
+  const std::uint32_t hit = find(presence, local, probed);
+  return hit <= limit ? hit : find(presence, local, limit);
+}
+
+std::uint32_t HitSearch::find_loaded(const Presence& presence, std::uint32_t local,
+                                     std::uint32_t hit) noexcept {
+  return search(presence, local, hit, false);
+}
+
+std::uint32_t HitSearch::search(const Presence& presence, std::uint32_t local,
+                                std::uint32_t max_tokens, bool drafts) noexcept {
+  std::uint32_t hit = aligned(max_tokens);
+  if (families_.empty() || hit <= local) return local;
+  for (Family& family : families_) family.proven = false;
+  for (bool first = true;; first = false) {
+    std::uint32_t reached = hit;
+    for (Family& family : families_) {
+      const HitGroup& rule = family.rule;
+      // What holds for a prefix holds for every shorter one.
+      if (rule.rule == HitRule::kPrefix && !first) continue;
+      const bool drop = drafts && rule.draft && !family.proven && rule.rule != HitRule::kLastState;
+      std::uint32_t bound = reached;
+      // The extra object lies beyond the hit. A single family has no other that could shorten its
+      // hit, and keeps to the bound (as the reference does).
+      if (drop && families_.size() > 1) {
+        bound += rule.fine() ? grid_.unit : rule.chunk_tokens;
       }
-      return local;
-    case HitRule::kNever:
-      return local;
-  }
-  return local;
-}
-
-}  // namespace
-
-std::vector<HitGroup> hit_groups(const Projection& projection) {
-  std::vector<HitGroup> groups;
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
-    const ResolvedGroup& group = projection.group(index);
-    groups.push_back(
-        {group.traits.hit, group.tokens_per_block, group.traits.window, group.is_eagle_group});
-  }
-  return groups;
-}
-
-ChunkRange needed_chunks(const HitGroup& group, std::uint32_t tokens) noexcept {
-  const std::uint32_t end = tokens / group.chunk_tokens;
-  if (end == 0) return {0, 0};
-  switch (group.rule) {
-    case HitRule::kPrefix:
-      return {0, end};
-    case HitRule::kWindow: {
-      // The next token attends to itself and to the window-1 tokens before it.
-      const std::uint32_t reach = group.window - 1;
-      const std::uint32_t start = tokens > reach ? tokens - reach : 0;
-      return {std::min(start / group.chunk_tokens, end), end};
+      const std::uint32_t found = longest(family, presence, local, bound, drop);
+      if (drafts && rule.draft && !family.proven) {
+        family.proven = true;
+      } else if (found < reached) {
+        // A shorter hit needs its own extra objects.
+        for (Family& other : families_) other.proven = false;
+      }
+      reached = std::min(reached, found);
     }
+    if (reached <= local) return local;
+    if (reached >= hit) return hit;
+    hit = reached;
+  }
+}
+
+std::uint32_t HitSearch::longest(const Family& family, const Presence& presence,
+                                 std::uint32_t local, std::uint32_t bound,
+                                 bool drop) const noexcept {
+  const Rows rows(presence, family.members);
+  switch (family.rule.rule) {
+    case HitRule::kPrefix:
+      return longest_prefix(family.rule, rows, local, bound, drop);
+    case HitRule::kWindow:
+      return longest_window(family.rule, rows, local, bound, drop);
     case HitRule::kChunk:
-      return {std::min((tokens - tokens % group.window) / group.chunk_tokens, end), end};
+      return longest_chunk(family.rule, rows, local, bound, drop);
     case HitRule::kLastState:
-      return {end - 1, end};
+      return longest_state(family.rule, rows, local, bound);
     case HitRule::kNever:
       break;
   }
-  return {0, 0};
+  return 0;
 }
 
-ChunkRange load_chunks(const HitGroup& group, std::uint32_t hit, std::uint32_t local) noexcept {
-  if (hit <= local) return {0, 0};
-  ChunkRange range = needed_chunks(group, hit);
-  range.first = std::max(range.first, local / group.chunk_tokens);
-  return range;
-}
-
-std::uint32_t find_hit(const std::vector<HitGroup>& groups, const Presence& presence,
-                       std::uint32_t local, std::uint32_t max_tokens,
-                       std::uint32_t alignment) noexcept {
-  if (groups.empty() || max_tokens <= local) return local;
-  std::uint32_t hit = max_tokens - max_tokens % alignment;
-  for (bool settled = false; !settled && hit > local;) {
-    settled = true;
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      const std::uint32_t found = longest(groups[g], StoreIndex{static_cast<std::uint32_t>(g)},
-                                          presence, local, hit, alignment);
-      if (found < hit) {
-        hit = found;
-        settled = false;
-      }
-    }
+std::uint32_t HitSearch::longest_prefix(const HitGroup& rule, const Rows& rows, std::uint32_t local,
+                                        std::uint32_t bound, bool drop) const noexcept {
+  const std::uint32_t units = rule.chunk_tokens / rule.unit_tokens;  // of a chunk
+  const std::uint32_t end = bound / rule.chunk_tokens;
+  std::uint32_t chunk = local / rule.chunk_tokens;
+  while (chunk < end && rows.has((chunk + 1) * units - 1)) ++chunk;
+  std::uint32_t reached = chunk * rule.chunk_tokens;
+  if (rule.fine()) {
+    // The longest object inside the first chunk that has no whole one.
+    const std::uint32_t first = chunk * units;
+    std::uint32_t unit = std::min(first + units - 1, bound / rule.unit_tokens);
+    while (unit > first && !rows.has(unit - 1)) --unit;
+    if (unit > first) reached = unit * rule.unit_tokens;
   }
-  return std::max(hit, local);
+  if (drop) reached -= std::min({reached, grid_.alignment, rule.chunk_tokens});
+  return aligned(reached);
+}
+
+std::uint32_t HitSearch::longest_window(const HitGroup& rule, const Rows& rows, std::uint32_t local,
+                                        std::uint32_t bound, bool drop) const noexcept {
+  const std::uint32_t dropped = drop ? 1 : 0;
+  const std::uint32_t need =
+      (rule.window - 1 + rule.chunk_tokens - 1) / rule.chunk_tokens + dropped;
+  const std::uint32_t local_end = local / rule.chunk_tokens;
+  std::uint32_t run = 0;
+  std::uint32_t chunk = bound / rule.chunk_tokens;
+  bool complete = false;
+  while (!complete && chunk > local_end) {
+    --chunk;
+    if (!rows.has(chunk)) {
+      run = 0;
+      continue;
+    }
+    // A run ends where a hit may end.
+    const std::uint32_t end = (chunk + 1 - dropped) * rule.chunk_tokens;
+    if (run == 0 && end % grid_.alignment != 0) continue;
+    ++run;
+    complete = run >= need;
+  }
+  // What is missing of the run is in the engine's own cache.
+  complete |= run > 0 && local_end > 0;
+  if (run == 0) return 0;
+  std::uint32_t reached = (chunk + run) * rule.chunk_tokens;
+  // A run that reaches token 0 needs no more chunks.
+  if (!complete) reached = aligned(reached);
+  if (drop) reached = aligned(reached - std::min(reached, rule.chunk_tokens));
+  return reached;
+}
+
+std::uint32_t HitSearch::longest_chunk(const HitGroup& rule, const Rows& rows, std::uint32_t local,
+                                       std::uint32_t bound, bool drop) const noexcept {
+  const auto start_of = [&](std::uint32_t tokens) {
+    return (tokens - tokens % rule.window) / rule.chunk_tokens;
+  };
+  bool take_off = drop;
+  for (;;) {
+    const std::uint32_t end = bound / rule.chunk_tokens;
+    std::uint32_t chunk = std::max(start_of(bound), local / rule.chunk_tokens);
+    while (chunk < end && rows.has(chunk)) ++chunk;
+    std::uint32_t reached = chunk * rule.chunk_tokens;
+    if (take_off) reached -= std::min(reached, rule.chunk_tokens);
+    take_off = false;
+    reached = aligned(reached);
+    // A prefix that ends in an earlier attention chunk needs other blocks than those looked at.
+    if (reached <= local || reached == bound || start_of(reached) >= start_of(bound)) {
+      return reached;
+    }
+    bound = reached;
+  }
+}
+
+std::uint32_t HitSearch::longest_state(const HitGroup& rule, const Rows& rows, std::uint32_t local,
+                                       std::uint32_t bound) const noexcept {
+  for (std::uint32_t unit = bound / rule.unit_tokens; unit > 0; --unit) {
+    const std::uint32_t tokens = unit * rule.unit_tokens;
+    if (tokens <= local) break;
+    if (tokens % grid_.alignment == 0 && rows.has(unit - 1)) return tokens;
+  }
+  return 0;
+}
+
+std::uint32_t HitSearch::tail_tokens(StoreIndex group, const Presence& presence,
+                                     std::uint32_t hit) const noexcept {
+  const HitGroup& rule = groups_[raw(group)];
+  if (hit == 0 || needed_chunks(rule, hit).empty()) return 0;
+  const std::uint32_t units = rule.chunk_tokens / rule.unit_tokens;
+  const std::uint32_t chunk = (hit - 1) / rule.chunk_tokens;
+  std::uint32_t unit = (hit + rule.unit_tokens - 1) / rule.unit_tokens;
+  while (unit < (chunk + 1) * units && !presence.has(group, unit - 1)) ++unit;
+  return unit * rule.unit_tokens;
 }
 
 }  // namespace kvprism

@@ -8,8 +8,9 @@ namespace kvprism::detail {
 LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index)
     : schema_(std::move(schema)),
       index_(std::move(index)),
-      groups_(hit_groups(schema_->projection())),
-      alignment_(schema_->projection().scheduler_block_size()),
+      search_(schema_->projection()),
+      groups_(search_.groups()),
+      alignment_(search_.grid().alignment),
       hash_tokens_(schema_->projection().hash_block_size()) {}
 
 template <class Visit>
@@ -75,7 +76,7 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
                                  bool& failed) {
   presence_.reset(groups_.size());
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    presence_.set_chunks(index, asked.max / groups_[raw(index)].chunk_tokens);
+    presence_.set_units(index, asked.max / groups_[raw(index)].chunk_tokens);
   }
   std::size_t key = asked.first_key;
   std::size_t place = 0;
@@ -95,7 +96,7 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
     ++place;
     if (everywhere) presence_.mark(group, chunk);
   });
-  return find_hit(groups_, presence_, asked.local, asked.max, alignment_);
+  return search_.find(presence_, asked.local, asked.max);
 }
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {

@@ -74,7 +74,8 @@ class LookupDesk {
 
   std::shared_ptr<const KeySchema> schema_;
   std::shared_ptr<ObjectIndex> index_;
-  std::vector<HitGroup> groups_;
+  HitSearch search_;
+  const std::vector<HitGroup>& groups_;
   std::uint32_t alignment_;
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;

@@ -95,7 +95,8 @@ struct StoreScheduler::Impl {
        const StoreSchedulerOptions& wanted)
       : schema(std::move(key_schema)),
         options(wanted),
-        groups(hit_groups(schema->projection())),
+        search(schema->projection()),
+        groups(search.groups()),
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
         desk(schema, std::move(index)),
@@ -110,7 +111,8 @@ struct StoreScheduler::Impl {
 
   std::shared_ptr<const KeySchema> schema;
   StoreSchedulerOptions options;
-  std::vector<HitGroup> groups;
+  HitSearch search;
+  const std::vector<HitGroup>& groups;  // of the search
   std::vector<SaveRule> save_rules;
   std::uint32_t step_tokens;  // S
   std::uint32_t hash_tokens;  // h

@@ -104,7 +104,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     // present.
     loaded.reset(groups.size());
     for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-      loaded.set_chunks(index, load.hit / groups[raw(index)].chunk_tokens);
+      loaded.set_units(index, load.hit / groups[raw(index)].chunk_tokens);
     }
     for (const RunRecord& run : load.runs) {
       for (std::uint32_t i = 0; i < run.count; ++i) {
@@ -112,7 +112,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
         if (!is_failed(end.failed, run.group, chunk)) loaded.mark(run.group, chunk);
       }
     }
-    result.valid_tokens = find_hit(groups, loaded, load.local, load.hit, step_tokens);
+    result.valid_tokens = search.find_loaded(loaded, load.local, load.hit);
   }
   result.complete = !end.whole && end.failed.empty();
 

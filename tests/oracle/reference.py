@@ -1,0 +1,181 @@
+"""The decisions of the real vLLM 0.32.0, called without an engine."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+logging.disable(logging.WARNING)
+# Replaces parts of torch.cuda that the store's worker imports; without it a machine that has no
+# GPU cannot import the worker.
+importlib.import_module("vllm.v1.worker.cpu.shm")
+
+import torch  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
+    coordinator as coordinators,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
+    data,
+    worker,
+)
+from vllm.v1 import kv_cache_interface as interface  # noqa: E402
+from vllm.v1.core import kv_cache_utils  # noqa: E402
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+
+
+def spec_of(group: dict[str, Any]) -> Any:
+    """The engine's spec of a group in kvprism's form."""
+    if group["kind"] == "uniform":
+        layers = {
+            layer: spec_of(member) for member in group["members"] for layer in member["layers"]
+        }
+        return interface.UniformTypeKVCacheSpecs(
+            block_size=next(iter(layers.values())).block_size, kv_cache_specs=layers
+        )
+    if group["kind"] == "mamba":
+        return interface.MambaSpec(
+            block_size=group["block_size"],
+            shapes=tuple(tuple(shape) for shape in group["shapes"]),
+            dtypes=tuple(DTYPES[name] for name in group["dtypes"]),
+            mamba_cache_mode=group["mamba_cache_mode"],
+        )
+    common = {
+        "block_size": group["block_size"],
+        "num_kv_heads": group["num_kv_heads"],
+        "head_size": group["head_size"],
+        "dtype": DTYPES[group["dtype"]],
+    }
+    kind = group["kind"]
+    if kind == "full_attention":
+        return interface.FullAttentionSpec(**common)
+    if kind == "mla_attention":
+        return interface.MLAAttentionSpec(**common)
+    if kind == "rswa":
+        return interface.RSWASpec(**common, rswa_window=group["rswa_window"])
+    if kind == "sink_full_attention":
+        return interface.SinkFullAttentionSpec(**common, sink_len=group["sink_len"])
+    if kind == "sliding_window":
+        return interface.SlidingWindowSpec(**common, sliding_window=group["sliding_window"])
+    if kind == "sliding_window_mla":
+        return interface.SlidingWindowMLASpec(
+            **common,
+            sliding_window=group["sliding_window"],
+            bounded_replay=group.get("bounded_replay", False),
+        )
+    if kind == "chunked_local_attention":
+        return interface.ChunkedLocalAttentionSpec(
+            **common, attention_chunk_size=group["attention_chunk_size"]
+        )
+    if kind == "circular_buffer":
+        return interface.CircularBufferSpec(**common)
+    raise ValueError(f"no spec of kind {kind}")
+
+
+def group_of(group: dict[str, Any]) -> Any:
+    return interface.KVCacheGroupSpec(
+        layer_names=list(group["layers"]),
+        kv_cache_spec=spec_of(group),
+        is_eagle_group=group.get("is_eagle_group", False),
+        enable_kv_transfer=group.get("enable_kv_transfer", True),
+    )
+
+
+class Reference:
+    """The built-in connector's view of one configuration."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        prefix_match_unit: int | None = None,
+        use_eagle: bool = False,
+        model: str = "model",
+        cache_prefix: str = "",
+        model_total_kv_heads: int = 1,
+    ) -> None:
+        parallel = {"tp": 1, "pp": 1, "pcp": 1, "dcp": 1} | config.get("parallel", {})
+        self.parallel = parallel
+        self.config = interface.KVCacheConfig(
+            num_blocks=config["num_blocks"],
+            kv_cache_tensors=[],
+            kv_cache_groups=[group_of(group) for group in config["groups"]],
+            prefix_cache_retention_interval=config.get("prefix_cache_retention_interval"),
+        )
+        specs = [group.kv_cache_spec for group in self.config.kv_cache_groups]
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(
+                block_size=specs[0].block_size,
+                prefix_match_unit=prefix_match_unit,
+                enable_prefix_caching=True,
+            ),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=parallel["dcp"]),
+            kv_transfer_config=SimpleNamespace(),
+            speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True)
+            if use_eagle
+            else None,
+        )
+        self.step, self.unit = kv_cache_utils.resolve_kv_cache_block_sizes(
+            self.config, self.vllm_config
+        )
+        self.alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+            self.config, self.vllm_config, self.step, self.unit
+        )
+        self.config.hash_block_size = self.unit
+        self.config.cache_hit_alignment_tokens = self.alignment
+        self.coordinator = coordinators.MooncakeStoreCoordinator.from_kv_cache_config(
+            self.config, self.vllm_config, self.step, self.unit
+        )
+        self.groups = self.coordinator.kv_cache_groups
+        self.model = model
+        self.cache_prefix = cache_prefix
+        self.model_total_kv_heads = model_total_kv_heads
+
+    @property
+    def block_sizes(self) -> list[int]:
+        return [group.kv_cache_spec.block_size for group in self.groups]
+
+    def find(self, hashes: list[bytes], exists: set[tuple[int, bytes]], max_tokens: int) -> int:
+        pool = coordinators.ExternalCachedBlockPool(self.unit, exists)
+        return self.coordinator.find_longest_cache_hit(hashes, max_tokens, pool)[1]
+
+    def worker_of(self, tp: int = 0, pcp: int = 0, dcp: int = 0, pp: int = 0) -> Any:
+        """A worker of the given rank with what its keys and lookups need, and no store yet."""
+        one = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
+        one.tp_rank, one.tp_size = tp, self.parallel["tp"]
+        one.pp_rank, one.pp_size = pp, self.parallel["pp"]
+        one.pcp_rank, one.pcp_size = pcp, self.parallel["pcp"]
+        one.dcp_rank, one.dcp_size = dcp, self.parallel["dcp"]
+        one.num_kv_head = self.model_total_kv_heads
+        one.block_size, one.hash_block_size = self.step, self.unit
+        one.coord = self.coordinator
+        one._kv_cache_groups = self.groups
+        one._capacity_only = False
+        one._record_kv_connector_operation = lambda *_, **__: None
+        one.store_tp_size = None
+        metadata = data.KeyMetadata(
+            model_name=self.model.rstrip("/").split("/")[-1],
+            tp_rank=tp,
+            pcp_rank=pcp,
+            dcp_rank=dcp,
+            pp_rank=pp,
+            cache_prefix=self.cache_prefix,
+        )
+        one._group_tp_replication_factors = one._compute_group_tp_replication_factors()
+        one.token_dbs = one._build_token_databases(metadata, None)
+        one._init_lookup_key_prefixes()
+        return one
+
+    def lookup(self, one: Any, hashes: list[bytes], present: set[str], tokens: int) -> Any:
+        """A worker's answer when the store has exactly `present`."""
+        one.store = SimpleNamespace(
+            batch_is_exist=lambda keys: [1 if key in present else 0 for key in keys],
+            close=lambda: None,
+        )
+        return one.lookup(tokens, hashes)
