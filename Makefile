@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -37,6 +37,10 @@ test-tsan: ## C++ tests with ThreadSanitizer
 
 test-mutants: build ## Does the test suite notice deliberate mistakes?
 	@$(PYTHON) tests/mutants/run.py $(MUTANT_ARGS)
+
+test-oracle: build ## The same decisions and keys as the real vLLM? ORACLE_ARGS go to it
+	@bash scripts/vllm_env.sh
+	@.venv-vllm/bin/python tests/oracle/compare.py $(ORACLE_ARGS)
 
 lint: build ## Formats, types, spelling, rooms
 	@bash scripts/lint.sh

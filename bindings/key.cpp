@@ -27,15 +27,19 @@ namespace {
 // Width of a hash in flat bytes, which carry no shape.
 constexpr std::uint32_t kFlatHashBytes = 32;
 
+using Maker = std::shared_ptr<const KeySchema>(std::shared_ptr<const Projection>,
+                                               const KeyFacts&);
+
+template <Maker* kMake>
 std::shared_ptr<const KeySchema> make_schema(std::shared_ptr<const Projection> projection,
                                              std::string model, std::string model_revision,
                                              std::string kv_quantization,
                                              std::string hash_algorithm, bool hash_is_stable) {
-  return KeySchema::kvprism(std::move(projection), {.model = std::move(model),
-                                                    .model_revision = std::move(model_revision),
-                                                    .kv_quantization = std::move(kv_quantization),
-                                                    .hash_algorithm = std::move(hash_algorithm),
-                                                    .hash_is_stable = hash_is_stable});
+  return kMake(std::move(projection), {.model = std::move(model),
+                                       .model_revision = std::move(model_revision),
+                                       .kv_quantization = std::move(kv_quantization),
+                                       .hash_algorithm = std::move(hash_algorithm),
+                                       .hash_is_stable = hash_is_stable});
 }
 
 std::vector<std::string> keys_of(const KeySchema& schema, const PyStoreIndex& group,
@@ -74,7 +78,7 @@ void bind_key(nb::module_& module) {
                         "Makes the names of objects for save, lookup and load alike. Immutable; "
                         "any thread may use it.")
       .def_static(
-          "kvprism", &make_schema, "projection"_a, nb::kw_only(), "model"_a,
+          "kvprism", &make_schema<&KeySchema::kvprism>, "projection"_a, nb::kw_only(), "model"_a,
           "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
           "hash_is_stable"_a,
           R"(The schema ``kvp1/<namespace>/<fingerprint>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash>``.
@@ -89,13 +93,25 @@ Args:
 
 Raises:
     ConfigError: With every problem at once.)")
+      .def_static("vllm", &make_schema<&KeySchema::vllm>, "projection"_a, nb::kw_only(), "model"_a,
+                  "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
+                  "hash_is_stable"_a,
+                  R"(The keys of vLLM's built-in connector, byte for byte.
+
+They say nothing of revision, quantisation, layout or sizes: all users of the pool must agree.
+
+Raises:
+    ConfigError: With every problem at once; also where the reference's own objects are wrong.)")
+      .def_static("make", &make_schema<&KeySchema::make>, "projection"_a, nb::kw_only(), "model"_a,
+                  "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
+                  "hash_is_stable"_a, "The schema that the projection names.")
       .def_prop_ro(
           "projection",
           [](const KeySchema& schema) { return schema.projection().shared_from_this(); },
           "The groups that keys are made for.")
       .def_prop_ro("name", &KeySchema::name, "Name of the schema.")
       .def_prop_ro("fingerprint", &KeySchema::fingerprint,
-                   "32 hex digits over what gives bytes their meaning.")
+                   "32 hex digits over what gives bytes their meaning; empty for schema vllm.")
       .def_prop_ro(
           "facts",
           [](const KeySchema& schema) {
@@ -103,7 +119,7 @@ Raises:
             for (const DigestFact& fact : schema.facts()) pairs.emplace_back(fact.name, fact.value);
             return pairs;
           },
-          "What the fingerprint covers, as (name, value).")
+          "What keys depend on beside ranks, group and hash, as (name, value).")
       .def(
           "shards",
           [](const KeySchema& schema, const PyStoreIndex& group) {
@@ -112,6 +128,22 @@ Raises:
             return std::vector<RankPosition>(shards.begin(), shards.end());
           },
           "group"_a, "Positions whose shards must all exist for a chunk to count as present.")
+      .def(
+          "shard_of",
+          [](const KeySchema& schema, const PyStoreIndex& group, const RankPosition& rank) {
+            return schema.shard_of(
+                checked(group, schema.projection().num_store_groups(), "StoreIndex"), rank);
+          },
+          "group"_a, "rank"_a, "The position under which a rank stores and loads a group.")
+      .def(
+          "stores",
+          [](const KeySchema& schema, const PyStoreIndex& group, const RankPosition& rank,
+             std::uint32_t chunk) {
+            return schema.stores(
+                checked(group, schema.projection().num_store_groups(), "StoreIndex"), rank, chunk);
+          },
+          "group"_a, "rank"_a, "chunk"_a,
+          "Whether this rank is the one of those with equal bytes that stores a chunk.")
       .def("keys", &keys_of, "group"_a, "hashes"_a, "shard"_a = RankPosition{},
            nb::sig("def keys(self, group: StoreIndex, hashes: typing.Any, shard: RankPosition = "
                    "...) -> list[str]"),

@@ -273,6 +273,105 @@ TEST(KeySchema, SchedulerAndWorkersAgree) {
   EXPECT_EQ(asked.size(), 16U);
 }
 
+// The form and the sharing of keys of vLLM's built-in connector.
+Given vllm_base() {
+  Given setup = base();
+  setup.config.key_schema = "vllm";
+  setup.config.model_total_kv_heads = 4;
+  for (GroupConfig& group : setup.config.groups) {
+    if (auto* const attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
+      attention->total_num_kv_heads = 4;
+    }
+  }
+  return setup;
+}
+std::shared_ptr<const KeySchema> make_vllm(const Given& setup) {
+  return KeySchema::vllm(Projection::make(setup.config, SpecRegistry::builtin()), setup.facts);
+}
+
+TEST(KeySchema, VllmSpellsTheKeysOfTheBuiltInConnector) {
+  Given setup = vllm_base();
+  setup.facts.model = "/models/org/model//";
+  const auto schema = make_vllm(setup);
+  EXPECT_EQ(schema->name(), "vllm");
+  EXPECT_EQ(schema->fingerprint(), "");
+  EXPECT_EQ(key_of(*schema, StoreIndex{1}, {.tp = 1, .pp = 0, .pcp = 0, .dcp = 0}, 0),
+            "model@tp_rank:1@pcp0@dcp0@pp_rank:0@group:1@"
+            "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f");
+  setup.config.key_namespace = "a/b@c";
+  EXPECT_THAT(key_of(*make_vllm(setup)), StartsWith("a/b@c@model@tp_rank:0@"));
+}
+
+TEST(KeySchema, VllmRanksWithEqualHeadsShareAKeyAndTheWorkOfStoring) {
+  Given setup = vllm_base();
+  setup.config.parallel = {.tp = 8, .pp = 2, .pcp = 1, .dcp = 1};
+  setup.config.model_total_kv_heads = 2;
+  for (GroupConfig& group : setup.config.groups) {
+    if (auto* const attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
+      attention->num_kv_heads = 1;
+      attention->total_num_kv_heads = 2;
+    }
+  }
+  const auto schema = make_vllm(setup);
+  const StoreIndex full{0};
+  const StoreIndex window{1};
+  const StoreIndex states{2};
+  EXPECT_EQ(schema->replicas(full), 4u);
+  EXPECT_EQ(schema->replicas(states), 1u) << "states are never shared";
+  EXPECT_EQ(schema->shards(full).size(), 4u) << "two shards on each stage";
+  EXPECT_EQ(schema->shards(states).size(), 16u);
+  const RankPosition rank{.tp = 6, .pp = 1, .pcp = 0, .dcp = 0};
+  EXPECT_EQ(schema->shard_of(full, rank), (RankPosition{.tp = 1, .pp = 1, .pcp = 0, .dcp = 0}));
+  EXPECT_EQ(schema->shard_of(states, rank), rank);
+  // Every chunk has one rank of each four; the phase turns with the group.
+  for (std::uint32_t chunk = 0; chunk < 8; ++chunk) {
+    EXPECT_EQ(schema->stores(full, rank, chunk), chunk % 4 == 2) << chunk;
+    EXPECT_EQ(schema->stores(window, rank, chunk), chunk % 4 == 3) << chunk;
+    EXPECT_TRUE(schema->stores(states, rank, chunk));
+  }
+}
+
+std::string refusal(const Given& setup) {
+  try {
+    make_vllm(setup);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+TEST(KeySchema, VllmIsRefusedWhereRanksWouldShareDifferentHeads) {
+  Given setup = vllm_base();
+  setup.config.parallel.tp = 8;
+  setup.config.model_total_kv_heads = 2;
+  for (const std::size_t group : {0u, 2u}) {
+    auto& attention = std::get<AttentionPayload>(setup.config.groups[group].spec.payload);
+    attention.num_kv_heads = 1;
+    attention.total_num_kv_heads = group == 0 ? 8 : 2;
+  }
+  EXPECT_THAT(refusal(setup), HasSubstr("groups[0].total_num_kv_heads"));
+  EXPECT_THAT(refusal(setup), HasSubstr("choose schema kvprism"));
+  EXPECT_THAT(refusal(setup), testing::Not(HasSubstr("groups[2].total_num_kv_heads")));
+  setup.config.model_total_kv_heads.reset();
+  EXPECT_THAT(refusal(setup), HasSubstr("model_total_kv_heads"));
+}
+
+TEST(KeySchema, VllmIsRefusedWhereTheReferenceStoresWrongBytes) {
+  Given setup = vllm_base();
+  setup.config.kv_layout = "BHLNC";
+  EXPECT_THAT(refusal(setup), HasSubstr("kv_layout"));
+}
+
+TEST(KeySchema, TheConfigNamesTheSchema) {
+  const Given setup = vllm_base();
+  const auto projection = Projection::make(setup.config, SpecRegistry::builtin());
+  EXPECT_EQ(KeySchema::make(projection, setup.facts)->name(), "vllm");
+  EXPECT_THROW(KeySchema::kvprism(projection, setup.facts), Error);
+  const auto ours = Projection::make(base().config, SpecRegistry::builtin());
+  EXPECT_EQ(KeySchema::make(ours, setup.facts)->name(), "kvprism");
+  EXPECT_THROW(KeySchema::vllm(ours, setup.facts), Error);
+}
+
 TEST(RankPositions, RunOverTensorThenContextThenPipeline) {
   const ParallelSizes parallel{.tp = 4, .pp = 2, .pcp = 3, .dcp = 2};
   EXPECT_EQ(rank_position(Rank{0}, parallel), (RankPosition{}));

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "store_fixtures.h"
 
 namespace kvprism {
@@ -466,6 +468,67 @@ TEST_F(WorkerTest, RegistrationIsAllOrNothing) {
   failing->fail_region_at = 1;
   EXPECT_THROW(StoreWorker(schema, two, failing, {}), Error);
   EXPECT_THAT(failing->regions, IsEmpty());
+}
+
+TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.parallel.tp = 2;
+  config.key_schema = "vllm";
+  config.model_total_kv_heads = 1;
+  config.groups = {test::full_group(16)};
+  std::get<AttentionPayload>(config.groups[0].spec.payload).total_num_kv_heads = 1;
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = KeySchema::vllm(projection, {.model = "m", .hash_algorithm = "test"});
+  CacheTensor tensor;
+  tensor.base = memory.data();
+  tensor.bytes = 64 * kPage;
+  tensor.layers = {"full"};
+  tensor.layer_stride = 64 * kPage;
+  tensor.block_stride = kPage;
+  map = SegmentMap::make(projection, {tensor});
+  const StepPlan saved = simple(JobKind::kSave, 5);
+  const StepPlan loaded = simple(JobKind::kLoad, 5, 2);
+  const StepPlan single = simple(JobKind::kSave, 1, 3);
+  std::vector<std::string> stored;
+  for (const std::uint32_t rank : {0u, 1u}) {
+    StoreWorkerOptions options;
+    options.rank = Rank{rank};
+    worker.reset();
+    store = std::make_shared<ScriptedStore>();
+    worker = std::make_unique<StoreWorker>(schema, map, store, options);
+    ASSERT_TRUE(worker->submit(saved.view(), ReadyToken::host()).accepted);
+    worker->pump(now);
+    ASSERT_EQ(store->puts.size(), 1u);
+    const auto keys = store->puts.front().keys();
+    EXPECT_EQ(keys.size(), rank == 0 ? 3u : 2u);
+    EXPECT_EQ(store->puts.front().batch->segments[0].base,
+              memory.data() + (1 + rank) * kPage);
+    stored.insert(stored.end(), keys.begin(), keys.end());
+    store->end_put();
+    worker->pump(now);
+    EXPECT_EQ(report().jobs[0].objects, keys.size());
+    ASSERT_TRUE(worker->submit(loaded.view(), ReadyToken::host()).accepted);
+    worker->pump(now);
+    ASSERT_EQ(store->gets.size(), 1u);
+    EXPECT_EQ(store->gets.front().keys().size(), 5u) << "one key for both ranks";
+    store->end_get();
+    worker->pump(now);
+    report();
+    // Chunk 0 is rank 0's: on the other rank the job ends without a call.
+    ASSERT_TRUE(worker->submit(single.view(), ReadyToken::host()).accepted);
+    worker->pump(now);
+    EXPECT_EQ(store->puts.size(), rank == 0 ? 1u : 0u);
+    if (rank == 0) store->end_put();
+    worker->pump(now);
+    const WorkerReport last = report();
+    ASSERT_EQ(last.jobs.size(), 1u);
+    EXPECT_EQ(last.jobs[0].outcome, JobOutcome::kOk);
+    EXPECT_EQ(last.jobs[0].quiet, 1);
+  }
+  std::sort(stored.begin(), stored.end());
+  EXPECT_EQ(std::unique(stored.begin(), stored.end()), stored.end()) << "no object twice";
+  EXPECT_EQ(stored.size(), 5u);
 }
 
 }  // namespace

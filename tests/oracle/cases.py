@@ -27,6 +27,7 @@ class Case:
     prefix_match_unit: int | None
     use_eagle: bool
     kinds: tuple[str, ...]
+    model_total_kv_heads: int
     traits: set[str] = field(default_factory=set)
 
 
@@ -35,7 +36,7 @@ def attention(kind: str, layer: str, block_size: int, rng: random.Random) -> dic
         "kind": kind,
         "layers": [layer],
         "block_size": block_size,
-        "num_kv_heads": 1 if "mla" in kind else rng.choice((1, 2)),
+        "num_kv_heads": 1,
         "head_size": rng.choice((8, 16)),
         "dtype": "bfloat16",
     }
@@ -43,12 +44,16 @@ def attention(kind: str, layer: str, block_size: int, rng: random.Random) -> dic
         group["head_size_v"] = 0
     if kind.startswith("sliding_window"):
         group["sliding_window"] = rng.choice(
-            (1, 2, block_size, block_size + 1, 2 * block_size + 1, 3 * block_size, 5 * block_size + 3)
+            (2, block_size, block_size + 1, 2 * block_size + 1, 3 * block_size, 5 * block_size + 3)
         )
+        if rng.random() < 0.03:
+            group["sliding_window"] = 1
     if kind == "rswa":
         group["rswa_window"] = 2 * block_size
     if kind == "chunked_local_attention":
-        group["attention_chunk_size"] = block_size * rng.choice((1, 2, 3, 4))
+        group["attention_chunk_size"] = block_size * rng.choice((1, 2, 3, 4)) + (
+            block_size // 2 if rng.random() < 0.2 else 0
+        )
     return group
 
 
@@ -75,18 +80,17 @@ def wrapper(kind: str, layer: str, block_size: int, rng: random.Random) -> dict[
     second = dict(first, layers=[layer + "b"])
     if kind != "mamba" and rng.random() < 0.5:
         second["head_size"] = first["head_size"] * 2
-    return {"kind": "uniform", "layers": [], "members": [first, second]}
+    return {"kind": "uniform", "members": [first, second]}
 
 
-def make(rng: random.Random, *, known: set[str], dcp: bool = True) -> Case:
-    kinds_known = [kind for kind in KINDS if kind in known]
+def make(rng: random.Random) -> Case:
     traits: set[str] = set()
     count = rng.choice((1, 2, 2, 2, 3, 3, 4))
-    kinds = [rng.choice(kinds_known) for _ in range(count)]
+    kinds = [rng.choice(KINDS) for _ in range(count)]
     base = rng.choice((4, 16))
     sizes = rng.choice(((1,), (1, 2), (1, 2, 4), (2, 4)))
-    use_dcp = dcp and rng.random() < 0.15
-    if "chunked_local_attention" in known and rng.random() < 0.12:
+    use_dcp = rng.random() < 0.15
+    if rng.random() < 0.12:
         # The reference takes them on one block size only.
         sizes = (1,)
         use_dcp = False
@@ -100,7 +104,7 @@ def make(rng: random.Random, *, known: set[str], dcp: bool = True) -> Case:
         if use_dcp and kind == "mamba":
             size *= 2  # states are not spread over the ranks
         make_group = group_of
-        if "uniform" in known and rng.random() < 0.15:
+        if rng.random() < 0.15:
             make_group = wrapper
             traits.add("uniform")
         group = make_group(kind, f"l{index}", size, rng)
@@ -110,6 +114,14 @@ def make(rng: random.Random, *, known: set[str], dcp: bool = True) -> Case:
             if "members" in group:
                 group = make_group(kind, f"l{index}", size, rng)
         groups.append(group)
+    if "chunked" not in traits and rng.random() < 0.25:
+        # Hits end inside blocks where states do and no window is larger than a hash.
+        kinds = ["mamba", *(rng.choice(KINDS[:3]) for _ in range(count))][:4]
+        groups = [group_of(kind, f"l{index}", base * 4, rng) for index, kind in enumerate(kinds)]
+        if rng.random() < 0.3:
+            groups.append(group_of("sliding_window", "w", base, rng))
+            kinds.append("sliding_window")
+            use_dcp = False
     use_eagle = "chunked" not in traits and rng.random() < 0.35
     if use_eagle and rng.random() < 0.75:
         for group in groups:
@@ -127,13 +139,30 @@ def make(rng: random.Random, *, known: set[str], dcp: bool = True) -> Case:
         groups[rng.randrange(len(groups))]["enable_kv_transfer"] = False
         traits.add("no transfer")
     config: dict[str, Any] = {"num_blocks": 64, "groups": groups}
+    for group in groups:
+        if "members" not in group:
+            group["layers"] = [group["layers"][0] + end for end in ("", ".1", ".2")]
+    heads = rng.choice((1, 2, 4, 8))
+    parallel = {"tp": rng.choice((1, 1, 2, 4, 8)), "pp": rng.choice((1, 1, 2))}
     if use_dcp:
-        config["parallel"] = {"tp": 2, "dcp": 2}
+        parallel |= {"tp": rng.choice((2, 4)), "dcp": 2}
         traits.add("dcp 2")
+    if len(groups) == 1 and rng.random() < 0.2:
+        parallel["pcp"] = 2
+        traits.add("pcp 2")
+    config["parallel"] = parallel
+    # Now and then the groups have other heads than the model is said to have.
+    total = heads if rng.random() < 0.9 else heads * 2
+    for group in groups:
+        for member in group.get("members", [group]):
+            if member["kind"] == "mamba" or "mla" in member["kind"]:
+                continue
+            member["num_kv_heads"] = max(1, total // parallel["tp"])
+            member["total_num_kv_heads"] = total
     unit = None
     if len(groups) > 1 and "chunked" not in traits and rng.random() < 0.4:
         unit = base // rng.choice((1, 2, 4))
-    return Case(config, unit, use_eagle, tuple(kinds), traits)
+    return Case(config, unit, use_eagle, tuple(kinds), heads, traits)
 
 
 def existence(

@@ -47,8 +47,9 @@ def expect(what: str, ours: Any, theirs: Any, **context: Any) -> None:
 
 
 def check_projection(case: cases.Case, reference: Reference, ours: Any) -> None:
-    transfer = [int(ours.group_id(kvprism.TransferIndex(i)))
-                for i in range(ours.num_transfer_groups)]
+    transfer = [
+        int(ours.group_id(kvprism.TransferIndex(i))) for i in range(ours.num_transfer_groups)
+    ]
     store = [int(ours.group_id(kvprism.StoreIndex(i))) for i in range(ours.num_store_groups)]
     expect("transfer groups", transfer, list(reference.config.transfer_group_ids))
     expect("store groups", store, list(reference.config.prefix_cacheable_group_ids))
@@ -70,6 +71,33 @@ def usable(search: Any, reference: Reference, row: np.ndarray, hit: int, local: 
     return None
 
 
+def one_token_windows(search: Any) -> list[int]:
+    return [
+        at for at, group in enumerate(search.groups) if group.rule == "window" and group.window == 1
+    ]
+
+
+def uneven_chunks(search: Any) -> bool:
+    return any(
+        group.rule == "chunk" and group.window % group.chunk_tokens for group in search.groups
+    )
+
+
+def known_difference(
+    search: Any, reference: Reference, row: np.ndarray, ours: int, theirs: int
+) -> str | None:
+    """The row of docs/differences.md that explains two unequal hits."""
+    if any(search.groups[at].draft for at in one_token_windows(search)):
+        return "D1"
+    if ours > theirs:
+        return None
+    if usable(search, reference, row, theirs, 0) is None:
+        return None
+    if uneven_chunks(search):
+        return "D2"
+    return None
+
+
 def compare_hits(
     reference: Reference, search: Any, maps: np.ndarray, rng: random.Random, counts: Counts
 ) -> None:
@@ -86,23 +114,25 @@ def compare_hits(
     for at, row in enumerate(maps):
         exists = {(int(group), hashes[unit]) for group, unit in zip(*np.nonzero(row), strict=True)}
         theirs.append(reference.find(hashes, exists, probed[at]))
-        expect("hit", ours[at], theirs[at], probed=probed[at], map=row.tolist())
         counts["hits"] += 1
+        if ours[at] != theirs[at]:
+            known = known_difference(search, reference, row, ours[at], theirs[at])
+            if known is None:
+                expect("hit", ours[at], theirs[at], probed=probed[at], map=row.tolist())
+            counts[f"difference {known}"] += 1
         if theirs[at]:
             counts["non-zero hits"] += 1
         missing = usable(search, reference, row, ours[at], 0)
         expect("hit is in the store", missing, None, hit=ours[at], map=row.tolist())
 
     # With tokens in the engine's own cache.
-    locals_ = [
-        rng.randrange(0, tokens // reference.step + 1) * reference.step for tokens in probed
-    ]
+    locals_ = [rng.randrange(0, tokens // reference.step + 1) * reference.step for tokens in probed]
     with_local = search.find_hits(flat, HASHES, locals=locals_, probed=probed)
     for at, row in enumerate(maps):
         local, hit = locals_[at], with_local[at]
-        if hit < theirs[at] or hit < local:
+        if hit < ours[at] or hit < local:
             raise MismatchError(
-                f"local {local}: hit {hit} is shorter than {theirs[at]}\n    map: {row.tolist()}"
+                f"local {local}: hit {hit} is shorter than {ours[at]}\n    map: {row.tolist()}"
             )
         missing = usable(search, reference, row, hit, local)
         expect("hit is local or in the store", missing, None, hit=hit, local=local)
@@ -114,6 +144,7 @@ def compare_masks(
 ) -> None:
     hashes = [hash_bytes(unit) for unit in range(HASHES)]
     sizes = reference.block_sizes
+    one_token = one_token_windows(search)
     coordinator = reference.coordinator
     total = HASHES * reference.unit
     for hit in hits:
@@ -131,10 +162,17 @@ def compare_masks(
         start = rng.randrange(0, tokens + 1)
         theirs_lookup = coordinator.lookup_mask(tokens)
         for group, mask in enumerate(search.lookup_masks(tokens)):
+            if group in one_token:
+                continue
             wanted = theirs_lookup[group]
             row = [bool(each) for each in mask]
-            expect("lookup mask", row, [True] * len(row) if wanted is None else list(wanted),
-                   group=group, tokens=tokens)
+            expect(
+                "lookup mask",
+                row,
+                [True] * len(row) if wanted is None else list(wanted),
+                group=group,
+                tokens=tokens,
+            )
         counts["lookup masks"] += 1
         for retention in (None, 0, reference.step, 2 * reference.step):
             coordinator.retention_interval = retention
@@ -144,20 +182,247 @@ def compare_masks(
                 tokens, start, retention=retention, prompt_tokens=prompt
             )
             for group, mask in enumerate(ours_store):
+                if group in one_token:
+                    counts["difference D1 in a mask"] += 1
+                    continue
                 if group in coordinator.mamba_group_ids:
                     expect("states are saved by hand-off", any(theirs_store[group]), False)
                     continue
                 wanted = theirs_store[group]
                 row = [bool(each) for each in mask]
-                expect("store mask", row, [True] * len(row) if wanted is None else list(wanted),
-                       group=group, tokens=tokens, start=start, retention=retention, prompt=prompt)
+                expect(
+                    "store mask",
+                    row,
+                    [True] * len(row) if wanted is None else list(wanted),
+                    group=group,
+                    tokens=tokens,
+                    start=start,
+                    retention=retention,
+                    prompt=prompt,
+                )
             counts["store masks"] += 1
 
 
-def compare(case: cases.Case, rng: random.Random, numbers: np.random.Generator,
-            counts: Counts) -> None:
+def reachable(search: Any, reference: Reference, row: np.ndarray, tokens: int) -> np.ndarray:
+    """What a lookup of `tokens` sees of a map: without partial hits only chunks that can serve."""
+    seen = np.zeros_like(row)
+    limit = tokens // reference.unit
+    if reference.alignment < reference.step:
+        seen[:, :limit] = row[:, :limit]
+        return seen
+    for group, mask in enumerate(search.lookup_masks(tokens)):
+        scale = reference.block_sizes[group] // reference.unit
+        for chunk, keep in enumerate(mask):
+            unit = (chunk + 1) * scale - 1
+            seen[group, unit] = row[group, unit] if keep else 0
+    return seen
+
+
+def compare_lookups(
+    reference: Reference,
+    schema: Any,
+    search: Any,
+    maps: np.ndarray,
+    rng: random.Random,
+    counts: Counts,
+) -> None:
+    """The whole way of a lookup: which keys are asked for, what the answer means, tail objects."""
+    if one_token_windows(search):
+        return
+    hashes = [hash_bytes(unit) for unit in range(HASHES)]
+    one = reference.worker_of()
+    indices = [kvprism.StoreIndex(group) for group in range(len(reference.groups))]
+    for row in maps:
+        present = {
+            key
+            for group, index in enumerate(indices)
+            for shard in schema.shards(index)
+            for key in schema.keys(
+                index, [hashes[unit] for unit in np.flatnonzero(row[group])] or [], shard
+            )
+        }
+        tokens = rng.randrange(1, HASHES * reference.unit + 1)
+        probed = tokens // reference.alignment * reference.alignment
+        limit = (tokens - 1) // reference.alignment * reference.alignment
+        seen = reachable(search, reference, row, probed)
+        ours = search.find_hits(
+            seen.reshape(-1), HASHES, locals=[0], probed=[probed], limits=[limit]
+        )[0]
+        counts["lookups"] += 1
+        try:
+            answer = reference.lookup(one, hashes, present, tokens)
+        except AssertionError:
+            # A hit that needs no object at its end stops the reference's server.
+            tails = search.tails(seen.reshape(-1), HASHES, hits=[ours])
+            if uneven_chunks(search):
+                counts["difference D2 in a lookup"] += 1
+            elif any(
+                tail == 0 and group.rule == "chunk"
+                for tail, group in zip(tails, search.groups, strict=True)
+            ):
+                counts["difference D5"] += 1
+            else:
+                raise MismatchError("the reference asserts in a lookup") from None
+            continue
+        if ours != answer.hit_length:
+            known = known_difference(search, reference, seen, ours, answer.hit_length)
+            if known is None:
+                expect("lookup", ours, answer.hit_length, tokens=tokens, map=row.tolist())
+            counts[f"difference {known} in a lookup"] += 1
+            continue
+        if ours:
+            tails = search.tails(seen.reshape(-1), HASHES, hits=[ours])
+            theirs = [boundary.num_tokens for boundary in answer.tail_key_boundaries]
+            ranges = search.load_ranges(ours)
+            for group, (first, end) in enumerate(ranges):
+                # Where nothing is loaded, no object ends the hit; the reference names one anyway.
+                wanted = theirs[group] if end > first else 0
+                expect("tail object", tails[group], wanted, hit=ours, group=group)
+
+
+def compare_keys(reference: Reference, schema: Any, rng: random.Random, counts: Counts) -> None:
+    hashes = [hash_bytes(unit) for unit in range(HASHES)]
+    parallel = reference.parallel
+    hash_ = hashes[rng.randrange(HASHES)]
+    ranks = [
+        (tp, pcp, tp % parallel["dcp"], pp)
+        for pp in range(parallel["pp"])
+        for pcp in range(parallel["pcp"])
+        for tp in range(parallel["tp"])
+    ]
+    for at in rng.sample(range(len(ranks)), min(3, len(ranks))):
+        tp, pcp, dcp, pp = ranks[at]
+        one = reference.worker_of(tp=tp, pcp=pcp, dcp=dcp, pp=pp)
+        position = kvprism.rank_position(at, schema.projection)
+        expect(
+            "position", (position.tp, position.pcp, position.dcp, position.pp), (tp, pcp, dcp, pp)
+        )
+        for group, database in enumerate(one.token_dbs):
+            index = kvprism.StoreIndex(group)
+            ours = schema.keys(index, [hash_], schema.shard_of(index, position))
+            expect("key", ours, [database.key_for(hash_)])
+            namespaces = {
+                schema.keys(index, [hash_], shard)[0].rsplit("@", 1)[0]
+                for shard in schema.shards(index)
+            }
+            expect("namespaces", namespaces, set(one._lookup_key_prefixes[group]))
+            factor = one.group_tp_replication_factors[group]
+            total = HASHES * reference.unit // reference.step * reference.step
+            theirs = [
+                start // database.block_size
+                for start, _, _ in database.process_tokens(
+                    total, hashes, put_step=factor, put_step_rank=(tp + group) % factor
+                )
+            ]
+            chunks = range(-(-total // database.block_size))
+            stored = [chunk for chunk in chunks if schema.stores(index, position, chunk)]
+            expect("striping", stored, theirs, group=group, rank=at)
+        counts["key sets"] += 1
+
+
+def key_schema(case: cases.Case, projection: Any, reference: Reference, counts: Counts) -> Any:
+    """Schema `vllm`, or None where it is refused."""
+    wrong = false_replicas(case, reference)
+    try:
+        schema = kvprism.KeySchema.vllm(
+            projection,
+            model=reference.model,
+            hash_algorithm="sha256",
+            hash_is_stable=True,
+        )
+    except kvprism.ConfigError as error:
+        if not wrong:
+            raise MismatchError(f"refused: {error}") from None
+        counts["difference D8"] += 1
+        return None
+    expect("accepted although ranks hold different heads", wrong, False)
+    return schema
+
+
+def false_replicas(case: cases.Case, reference: Reference) -> bool:
+    """Whether ranks that share a key in the reference hold different heads."""
+    factors = reference.worker_of().group_tp_replication_factors
+    tp = reference.parallel["tp"]
+    for group, factor in zip(reference.config.prefix_cacheable_group_ids, factors, strict=True):
+        config = case.config["groups"][group]
+        for member in config.get("members", [config]):
+            if member["kind"] == "mamba" or "mla" in member["kind"]:
+                continue
+            total = member["total_num_kv_heads"]
+            heads = [
+                {(rank * total // tp) + head for head in range(member["num_kv_heads"])}
+                for rank in range(tp)
+            ]
+            for first in range(0, tp, factor):
+                if any(heads[rank] != heads[first] for rank in range(first, first + factor)):
+                    return True
+    return False
+
+
+def rules_of(projection: Any) -> list[tuple[Any, ...]]:
+    return [
+        (group.rule, group.chunk_tokens, group.window, group.draft, group.unit_tokens)
+        for group in HitSearch(projection).groups
+    ]
+
+
+def stage_of(group: dict[str, Any], stage: int, cut: int) -> dict[str, Any]:
+    if "members" in group:
+        return dict(group, members=[group["members"][stage]])
+    layers = group["layers"]
+    return dict(group, layers=layers[:cut] if stage == 0 else layers[cut:])
+
+
+def compare_stages(
+    case: cases.Case,
+    config: dict[str, Any],
+    reference: Reference,
+    rng: random.Random,
+    counts: Counts,
+) -> None:
+    """Pipeline stages that hold unequal parts of each group decide alike."""
+    cuts = [rng.randrange(1, 3) for _ in config["groups"]]
+    projections = []
+    for stage in range(2):
+        groups = [
+            stage_of(group, stage, cut) for group, cut in zip(config["groups"], cuts, strict=True)
+        ]
+        ours = kvprism.Projection(kvprism.CacheConfig.from_dict(dict(config, groups=groups)))
+        projections.append(ours)
+        names = {
+            layer
+            for group in groups
+            for member in group.get("members", [group])
+            for layer in member["layers"]
+        }
+        store = [int(ours.group_id(kvprism.StoreIndex(i))) for i in range(ours.num_store_groups)]
+        theirs = reference.stage_groups(names)
+        if any(
+            not group.get("enable_kv_transfer", True) and group["kind"] != "circular_buffer"
+            for group in groups
+        ):
+            # The reference forgets this word on a stage that holds part of a group.
+            expect("D9", store != theirs, True)
+            counts["difference D9"] += 1
+        else:
+            expect("store groups of a stage", store, theirs)
+    first, second = projections
+    expect("digest of a stage", first.digest, second.digest)
+    # A stage sees its own first layer of a wrapper, so which specs are equal is not compared.
+    expect("groups of a stage", rules_of(first), rules_of(second))
+    counts["pairs of stages"] += 1
+
+
+def compare(
+    case: cases.Case, rng: random.Random, numbers: np.random.Generator, counts: Counts
+) -> None:
     reference = Reference(
-        case.config, prefix_match_unit=case.prefix_match_unit, use_eagle=case.use_eagle
+        case.config,
+        prefix_match_unit=case.prefix_match_unit,
+        use_eagle=case.use_eagle,
+        model=rng.choice(("model", "org/model", "/models/org/model/")),
+        cache_prefix=rng.choice(("", "tenant", "a@b")),
+        model_total_kv_heads=case.model_total_kv_heads,
     )
     if not reference.groups:
         return
@@ -165,6 +430,11 @@ def compare(case: cases.Case, rng: random.Random, numbers: np.random.Generator,
         case.config,
         scheduler_block_size=reference.step,
         hash_block_size=reference.unit,
+        cache_hit_alignment_tokens=reference.alignment,
+        use_eagle=case.use_eagle,
+        key_schema="vllm",
+        namespace=reference.cache_prefix,
+        model_total_kv_heads=case.model_total_kv_heads,
     )
     projection = kvprism.Projection(kvprism.CacheConfig.from_dict(config))
     check_projection(case, reference, projection)
@@ -173,14 +443,20 @@ def compare(case: cases.Case, rng: random.Random, numbers: np.random.Generator,
     expect("unit", search.unit, reference.unit)
     expect("alignment", search.alignment, reference.alignment)
     rows = [
-        (size // reference.unit, int(reference.alignment < size))
-        for size in reference.block_sizes
+        (size // reference.unit, int(reference.alignment < size)) for size in reference.block_sizes
     ]
     maps = cases.existence(numbers, MAPS, rows, HASHES)
     compare_hits(reference, search, maps, rng, counts)
+    schema = key_schema(case, projection, reference, counts)
+    if schema is not None:
+        compare_keys(reference, schema, rng, counts)
+        compare_lookups(reference, schema, search, maps[:4], rng, counts)
+    if reference.parallel["pp"] == 2:
+        compare_stages(case, config, reference, rng, counts)
     total = HASHES * reference.unit
-    hits = [rng.randrange(0, total // reference.alignment + 1) * reference.alignment
-            for _ in range(4)]
+    hits = [
+        rng.randrange(0, total // reference.alignment + 1) * reference.alignment for _ in range(4)
+    ]
     compare_masks(reference, search, hits, rng, counts)
     for trait in case.traits:
         counts[f"with {trait}"] += MAPS
@@ -195,9 +471,8 @@ def work(job: tuple[int, int]) -> tuple[Counts, list[str]]:
     numbers = np.random.default_rng(seed)
     counts: Counts = collections.Counter()
     problems: list[str] = []
-    known = set(kvprism.SpecRegistry.builtin().names())
     while counts["hits"] < wanted and len(problems) < 3:
-        case = cases.make(rng, known=known)
+        case = cases.make(rng)
         try:
             compare(case, rng, numbers, counts)
         except MismatchError as problem:

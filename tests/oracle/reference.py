@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import os
@@ -80,11 +81,20 @@ def spec_of(group: dict[str, Any]) -> Any:
 
 def group_of(group: dict[str, Any]) -> Any:
     return interface.KVCacheGroupSpec(
-        layer_names=list(group["layers"]),
+        layer_names=[
+            layer for member in group.get("members", [group]) for layer in member["layers"]
+        ],
         kv_cache_spec=spec_of(group),
         is_eagle_group=group.get("is_eagle_group", False),
         enable_kv_transfer=group.get("enable_kv_transfer", True),
     )
+
+
+def unwrapped(group: Any) -> Any:
+    spec = group.kv_cache_spec
+    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    return dataclasses.replace(group, kv_cache_spec=spec)
 
 
 class Reference:
@@ -124,8 +134,15 @@ class Reference:
         self.step, self.unit = kv_cache_utils.resolve_kv_cache_block_sizes(
             self.config, self.vllm_config
         )
+        # The engine asks it of the scheduler's view, which has no wrappers.
         self.alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
-            self.config, self.vllm_config, self.step, self.unit
+            dataclasses.replace(
+                self.config,
+                kv_cache_groups=[unwrapped(group) for group in self.config.kv_cache_groups],
+            ),
+            self.vllm_config,
+            self.step,
+            self.unit,
         )
         self.config.hash_block_size = self.unit
         self.config.cache_hit_alignment_tokens = self.alignment
@@ -140,6 +157,14 @@ class Reference:
     @property
     def block_sizes(self) -> list[int]:
         return [group.kv_cache_spec.block_size for group in self.groups]
+
+    def stage_groups(self, layers: set[str]) -> list[int]:
+        """Which groups a pipeline stage that holds `layers` stores."""
+        groups = kv_cache_utils._project_kv_cache_groups_to_worker(
+            self.config.kv_cache_groups, dict.fromkeys(layers)
+        )
+        config = dataclasses.replace(self.config, kv_cache_groups=groups)
+        return list(config.prefix_cacheable_group_ids)
 
     def find(self, hashes: list[bytes], exists: set[tuple[int, bytes]], max_tokens: int) -> int:
         pool = coordinators.ExternalCachedBlockPool(self.unit, exists)

@@ -185,7 +185,7 @@ std::vector<std::string_view> layout_names() {
   return {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"};
 }
 
-std::vector<std::string_view> key_schema_names() { return {"kvprism"}; }
+std::vector<std::string_view> key_schema_names() { return {"kvprism", "vllm"}; }
 
 std::string one_of(const std::vector<std::string_view>& words) {
   std::string text = "one of ";

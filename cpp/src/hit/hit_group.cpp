@@ -32,7 +32,12 @@ std::vector<HitGroup> hit_groups(const Projection& projection) {
 HitGrid hit_grid(const Projection& projection) {
   return {.step = projection.scheduler_block_size(),
           .unit = projection.hash_block_size(),
-          .alignment = projection.scheduler_block_size()};
+          .alignment = projection.hit_alignment()};
+}
+
+std::uint32_t window_chunks(const HitGroup& group) noexcept {
+  // The next token attends to itself too.
+  return std::max(1u, chunks_over(group.window - 1, group.chunk_tokens));
 }
 
 ChunkRange needed_chunks(const HitGroup& group, std::uint32_t tokens) noexcept {
@@ -41,13 +46,8 @@ ChunkRange needed_chunks(const HitGroup& group, std::uint32_t tokens) noexcept {
   switch (group.rule) {
     case HitRule::kPrefix:
       return {0, end};
-    case HitRule::kWindow: {
-      // The next token attends to itself and to the window-1 tokens before it; one chunk at least
-      // proves that the prefix was computed.
-      const std::uint32_t reach = group.window - 1;
-      const std::uint32_t start = tokens > reach ? tokens - reach : 0;
-      return {std::min(start / group.chunk_tokens, end - 1), end};
-    }
+    case HitRule::kWindow:
+      return {end - std::min(end, window_chunks(group)), end};
     case HitRule::kChunk:
       return {std::min((tokens - tokens % group.window) / group.chunk_tokens, end), end};
     case HitRule::kLastState:

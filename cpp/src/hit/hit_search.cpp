@@ -138,8 +138,7 @@ std::uint32_t HitSearch::longest_prefix(const HitGroup& rule, const Rows& rows, 
 std::uint32_t HitSearch::longest_window(const HitGroup& rule, const Rows& rows, std::uint32_t local,
                                         std::uint32_t bound, bool drop) const noexcept {
   const std::uint32_t dropped = drop ? 1 : 0;
-  const std::uint32_t need =
-      (rule.window - 1 + rule.chunk_tokens - 1) / rule.chunk_tokens + dropped;
+  const std::uint32_t need = window_chunks(rule) + dropped;
   const std::uint32_t local_end = local / rule.chunk_tokens;
   std::uint32_t run = 0;
   std::uint32_t chunk = bound / rule.chunk_tokens;

@@ -22,7 +22,7 @@ ReachableMask::ReachableMask(const HitGroup& group, const HitGrid& grid,
   // on chunks. States are kept as the engine hands them off.
   if (group.rule != HitRule::kWindow || grid.step % group.chunk_tokens != 0) return;
   shift_ = group.draft ? 1 : 0;
-  need_ = (group.window - 1 + group.chunk_tokens - 1) / group.chunk_tokens + shift_;
+  need_ = window_chunks(group) + shift_;
   const std::uint32_t segment_tokens = retention.value_or(grid.step);
   if (segment_tokens != 0) {
     segment_ = segment_tokens / group.chunk_tokens;

@@ -1,5 +1,6 @@
 #include "kvprism/key/key_schema.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 #include <utility>
@@ -13,13 +14,19 @@
 namespace kvprism {
 
 struct KeySchema::Impl {
+  struct Group {
+    std::uint32_t replicas = 1;
+    std::uint32_t tp_shards = 1;
+    std::vector<RankPosition> shards;
+    std::vector<std::string> prefixes;  // everything before the hash, by shard
+  };
+
+  std::string_view name;
   std::shared_ptr<const Projection> projection;
-  ParallelSizes parallel;
+  std::uint32_t pcp = 1;
   std::vector<DigestFact> facts;
   std::string fingerprint;
-  std::vector<RankPosition> shards;
-  // Everything before the hash, by store group and rank.
-  std::vector<std::string> prefixes;
+  IndexedVector<StoreIndex, Group> groups;
 };
 
 namespace {
@@ -118,8 +125,12 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
   return facts;
 }
 
-void check(const Projection& projection, const KeyFacts& facts) {
-  ProblemList problems;
+void check(const Projection& projection, const KeyFacts& facts, std::string_view schema,
+           ProblemList& problems) {
+  if (projection.key_schema() != schema) {
+    problems.add("key_schema", projection.key_schema(), std::string(schema),
+                 "the digest that plans carry covers the config's key_schema");
+  }
   if (projection.num_store_groups() == 0) {
     problems.add("groups", "none is storable", "at least one group to store");
   }
@@ -140,7 +151,50 @@ void check(const Projection& projection, const KeyFacts& facts) {
     problems.add("hash_is_stable", "false", "hashes that are equal in every process",
                  "choose sha256_cbor, or set PYTHONHASHSEED to the same value everywhere");
   }
-  problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
+}
+
+// The last component of a path or name, as the reference takes it.
+std::string base_name(std::string_view model) {
+  while (model.ends_with('/')) model.remove_suffix(1);
+  return std::string(model.substr(model.rfind('/') + 1));
+}
+
+// Tensor ranks that hold the same bytes of one layer.
+std::uint32_t true_replicas(const CacheSpec& spec, const ParallelSizes& parallel) {
+  const auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
+  if (attention == nullptr || attention->total_num_kv_heads == 0) return 1;
+  const std::uint64_t copies = std::uint64_t{attention->num_kv_heads} * parallel.tp;
+  return static_cast<std::uint32_t>(
+      std::max<std::uint64_t>(1, copies / attention->total_num_kv_heads));
+}
+
+// Ranks that share a key in the reference, which counts the heads of the whole model.
+std::uint32_t vllm_replicas(const Projection& projection, StoreIndex index, ProblemList& problems) {
+  const ResolvedGroup& group = projection.group(index);
+  const ParallelSizes& parallel = projection.parallel();
+  const bool states = std::any_of(group.specs.begin(), group.specs.end(), [](const CacheSpec& s) {
+    return std::holds_alternative<StatePayload>(s.payload);
+  });
+  if (parallel.dcp > 1 || parallel.tp == 1 || states) return 1;
+  if (group.tp_replicated) return parallel.tp;
+  const std::optional<std::uint32_t> heads = projection.model_total_kv_heads();
+  if (!heads) {
+    problems.add("model_total_kv_heads", "", "the model's KV heads as the engine counts them",
+                 "key schema vllm derives from it which ranks share a key");
+    return 1;
+  }
+  const std::uint32_t replicas = std::max(1u, parallel.tp / *heads);
+  for (const CacheSpec& spec : group.specs) {
+    const std::uint32_t same = true_replicas(spec, parallel);
+    if (same % replicas == 0) continue;
+    problems.add("groups[" + std::to_string(raw(group.id)) + "].total_num_kv_heads",
+                 std::to_string(std::get<AttentionPayload>(spec.payload).total_num_kv_heads),
+                 "heads that " + std::to_string(replicas) +
+                     " neighbouring tensor ranks hold alike, as model_total_kv_heads " +
+                     std::to_string(*heads) + " says",
+                 "the reference would store different heads under one key; choose schema kvprism");
+  }
+  return replicas;
 }
 
 std::string position_text(const RankPosition& at) {
@@ -171,47 +225,114 @@ RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept {
 
 std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projection> projection,
                                                     const KeyFacts& facts) {
-  check(*projection, facts);
+  ProblemList problems;
+  check(*projection, facts, "kvprism", problems);
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
   auto impl = std::make_unique<Impl>();
-  impl->parallel = projection->parallel();
+  impl->name = "kvprism";
   impl->facts = facts_of(*projection, facts);
   impl->fingerprint = to_hex(detail::hash128(detail::canonical_text(impl->facts)));
-  const std::uint32_t world = impl->parallel.world();
-  for (std::uint32_t rank = 0; rank < world; ++rank) {
-    impl->shards.push_back(rank_position(Rank{rank}, impl->parallel));
-  }
+  const ParallelSizes& parallel = projection->parallel();
+  impl->pcp = parallel.pcp;
   const std::string start =
       "kvp1/" + escaped(projection->key_namespace()) + "/" + impl->fingerprint + "/";
-  for (std::size_t group = 0; group < projection->num_store_groups(); ++group) {
-    for (const RankPosition& shard : impl->shards) {
-      impl->prefixes.push_back(start + position_text(shard) + "/" + std::to_string(group) + "/");
+  for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
+    Impl::Group group;
+    group.tp_shards = parallel.tp;
+    for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
+      const RankPosition shard = rank_position(Rank{rank}, parallel);
+      group.shards.push_back(shard);
+      group.prefixes.push_back(start + position_text(shard) + "/" + std::to_string(raw(index)) +
+                               "/");
     }
+    impl->groups.push_back(std::move(group));
   }
   impl->projection = std::move(projection);
   return std::shared_ptr<const KeySchema>(new KeySchema(std::move(impl)));
+}
+
+std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projection> projection,
+                                                 const KeyFacts& facts) {
+  ProblemList problems;
+  check(*projection, facts, "vllm", problems);
+  auto impl = std::make_unique<Impl>();
+  impl->name = "vllm";
+  const ParallelSizes& parallel = projection->parallel();
+  impl->pcp = parallel.pcp;
+  const std::string model = base_name(facts.model);
+  if (model.empty() && !facts.model.empty()) {
+    problems.add("model", facts.model, "a name or path with a last component");
+  }
+  if (projection->kv_layout() == "BHLNC") {
+    problems.add("kv_layout", "BHLNC", "a layout that the reference stores soundly",
+                 "its objects would overlap the next blocks; choose schema kvprism");
+  }
+  const std::string& tenant = projection->key_namespace();
+  const std::string start = (tenant.empty() ? "" : tenant + "@") + model;
+  impl->facts = {{"model", model}, {"namespace", tenant}};
+  for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
+    Impl::Group group;
+    group.replicas = vllm_replicas(*projection, index, problems);
+    group.tp_shards = parallel.tp / group.replicas;
+    impl->facts.push_back({"store_groups[" + std::to_string(raw(index)) + "].replicas",
+                           std::to_string(group.replicas)});
+    for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
+      RankPosition shard = rank_position(Rank{rank}, parallel);
+      if (shard.tp >= group.tp_shards) continue;
+      group.shards.push_back(shard);
+      group.prefixes.push_back(start + "@tp_rank:" + std::to_string(shard.tp) + "@pcp" +
+                               std::to_string(shard.pcp) + "@dcp" + std::to_string(shard.dcp) +
+                               "@pp_rank:" + std::to_string(shard.pp) +
+                               "@group:" + std::to_string(raw(index)) + "@");
+    }
+    impl->groups.push_back(std::move(group));
+  }
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
+  impl->projection = std::move(projection);
+  return std::shared_ptr<const KeySchema>(new KeySchema(std::move(impl)));
+}
+
+std::shared_ptr<const KeySchema> KeySchema::make(std::shared_ptr<const Projection> projection,
+                                                 const KeyFacts& facts) {
+  return projection->key_schema() == "vllm" ? vllm(std::move(projection), facts)
+                                            : kvprism(std::move(projection), facts);
 }
 
 KeySchema::KeySchema(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 KeySchema::~KeySchema() = default;
 
 const Projection& KeySchema::projection() const noexcept { return *impl_->projection; }
-std::string_view KeySchema::name() const noexcept { return "kvprism"; }
+std::string_view KeySchema::name() const noexcept { return impl_->name; }
 const std::string& KeySchema::fingerprint() const noexcept { return impl_->fingerprint; }
 const std::vector<DigestFact>& KeySchema::facts() const noexcept { return impl_->facts; }
 
-std::span<const RankPosition> KeySchema::shards(StoreIndex) const noexcept { return impl_->shards; }
-RankPosition KeySchema::shard_of(StoreIndex, const RankPosition& rank) const noexcept {
-  return rank;
+std::span<const RankPosition> KeySchema::shards(StoreIndex group) const noexcept {
+  return impl_->groups[group].shards;
+}
+RankPosition KeySchema::shard_of(StoreIndex group, const RankPosition& rank) const noexcept {
+  RankPosition shard = rank;
+  shard.tp /= impl_->groups[group].replicas;
+  return shard;
+}
+std::uint32_t KeySchema::replicas(StoreIndex group) const noexcept {
+  return impl_->groups[group].replicas;
+}
+bool KeySchema::stores(StoreIndex group, const RankPosition& rank,
+                       std::uint32_t chunk) const noexcept {
+  // The phase turns with the group, so that the load is spread (as the reference does).
+  const std::uint32_t replicas = impl_->groups[group].replicas;
+  return chunk % replicas == (rank.tp + raw(group)) % replicas;
 }
 
 void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                            std::span<const std::uint8_t> hash) const {
-  const ParallelSizes& sizes = impl_->parallel;
   if (hash.size() < kMinHashWidth || hash.size() > kMaxHashWidth) refuse_hash(hash.size());
-  const std::size_t rank = (std::size_t{shard.pp} * sizes.pcp + shard.pcp) * sizes.tp + shard.tp;
-  if (rank >= impl_->shards.size() || impl_->shards[rank] != shard) refuse_shard(shard);
-  assert(raw(group) < impl_->projection->num_store_groups());
-  const std::string& prefix = impl_->prefixes[raw(group) * impl_->shards.size() + rank];
+  assert(raw(group) < impl_->groups.size());
+  const Impl::Group& keys = impl_->groups[group];
+  const std::size_t at =
+      (std::size_t{shard.pp} * impl_->pcp + shard.pcp) * keys.tp_shards + shard.tp;
+  if (at >= keys.shards.size() || keys.shards[at] != shard) refuse_shard(shard);
+  const std::string& prefix = keys.prefixes[at];
 
   std::string& key = slots.append();
   key.resize(prefix.size() + 2 * hash.size());

@@ -121,7 +121,7 @@ struct StoreWorker::Impl {
           std::min(options.max_bytes_per_call, capabilities.max_bytes_per_call);
     }
     const Projection& projection = map->projection();
-    const RankPosition position = rank_position(options.rank, projection.parallel());
+    position = rank_position(options.rank, projection.parallel());
     for (const StoreIndex group : indices<StoreIndex>(projection.num_store_groups())) {
       shards.push_back(schema->shard_of(group, position));
     }
@@ -131,6 +131,7 @@ struct StoreWorker::Impl {
   std::shared_ptr<const SegmentMap> map;
   std::shared_ptr<ObjectStore> store;
   StoreWorkerOptions options;
+  RankPosition position;
   std::vector<RankPosition> shards;  // by store group
 
   // Between the engine's threads and the one that pumps.
@@ -168,6 +169,7 @@ struct StoreWorker::Impl {
   SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, std::string why);
   std::string why_refused(const StepPlanView& plan);
   void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
+  void add_run(const RunRecord& run, JobKind kind, Job& job) const;
 
   void finish_items(Call& call, const std::vector<ItemResult>& results);
   void tell_outcome(Job& job, JobOutcome outcome);
@@ -270,6 +272,23 @@ std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   return {};
 }
 
+// Of ranks that hold the same bytes each stores its part of the chunks; all of them load all.
+void StoreWorker::Impl::add_run(const RunRecord& run, JobKind kind, Job& job) const {
+  if (kind == JobKind::kLoad || schema->replicas(run.group) == 1) {
+    job.runs.push_back(run);
+    return;
+  }
+  for (std::uint32_t i = 0; i < run.count; ++i) {
+    if (!schema->stores(run.group, position, run.first_chunk + i)) continue;
+    RunRecord one = run;
+    one.first_chunk += i;
+    one.first_id += i;
+    one.first_mark += i;
+    one.count = 1;
+    job.runs.push_back(one);
+  }
+}
+
 void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& record,
                                  Job& job) const {
   job.reset();
@@ -282,7 +301,7 @@ void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& reco
     RunRecord own = run;
     own.first_id = static_cast<std::uint32_t>(job.ids.size());
     own.first_mark = own.first_id;
-    job.runs.push_back(own);
+    add_run(own, record.kind, job);
     const auto ids = plan.ids.subspan(run.first_id, run.count);
     job.ids.insert(job.ids.end(), ids.begin(), ids.end());
     const auto hashes =

@@ -51,6 +51,10 @@ struct ChunkRange {
   std::uint32_t size() const noexcept { return empty() ? 0 : end - first; }
 };
 
+// Chunks of a window group that a hit needs at its end: those of the window-1 tokens before the next
+// one, and at least one, which proves that the prefix was computed.
+KVPRISM_API std::uint32_t window_chunks(const HitGroup& group) noexcept;
+
 // Chunks of a group that must be there for a prefix of `tokens` to be usable. The last one is only
 // partly needed when `tokens` ends inside it.
 KVPRISM_API ChunkRange needed_chunks(const HitGroup& group, std::uint32_t tokens) noexcept;

@@ -68,6 +68,15 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 // In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte
 // is %XX, so that it is one path component and no two namespaces spell alike; empty is "-", and
 // "-" itself is "%2D".
+//
+// Schema `vllm`, byte for byte that of vLLM's built-in connector (store_connector 3.1-3.3):
+//
+//   [<namespace>@]<model>@tp_rank:<tp>@pcp<pcp>@dcp<dcp>@pp_rank:<pp>@group:<store index>@<hash, hex>
+//
+// with the namespace as it is and the last path component of the model. Ranks that hold the same
+// bytes share one tp. Such a key says nothing of dtype, layout, sizes or revision: whoever chooses
+// it vouches that all users of the pool agree.
+//
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
  public:
@@ -76,21 +85,35 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
   static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection,
                                                   const KeyFacts& facts);
 
+  // Throws Error (kInvalidConfig) with all problems: those above, and where the reference's own
+  // keys or objects are wrong: ranks that hold different heads under one key (W-C8), a layout whose
+  // blocks overlap in an object (W-C1); or `model_total_kv_heads` missing where it decides.
+  static std::shared_ptr<const KeySchema> vllm(std::shared_ptr<const Projection> projection,
+                                               const KeyFacts& facts);
+
+  // The one that the projection's key_schema() names.
+  static std::shared_ptr<const KeySchema> make(std::shared_ptr<const Projection> projection,
+                                               const KeyFacts& facts);
+
   ~KeySchema();
   KeySchema(const KeySchema&) = delete;
   KeySchema& operator=(const KeySchema&) = delete;
 
   const Projection& projection() const noexcept;
-  std::string_view name() const noexcept;                 // "kvprism"
-  const std::string& fingerprint() const noexcept;        // 32 hex digits
-  const std::vector<DigestFact>& facts() const noexcept;  // what the fingerprint covers
+  std::string_view name() const noexcept;           // "kvprism" or "vllm"
+  const std::string& fingerprint() const noexcept;  // 32 hex digits; empty for schema `vllm`
+  // What a key depends on beside ranks, group and hash.
+  const std::vector<DigestFact>& facts() const noexcept;
 
-  // Positions whose shards must all exist for a group's chunk to count as present: every rank's, in
-  // rank order.
+  // Positions whose shards must all exist for a group's chunk to count as present, in rank order.
   std::span<const RankPosition> shards(StoreIndex group) const noexcept;
   // The position under which `rank` stores the group: itself, or the one that it shares with its
   // replicas.
   RankPosition shard_of(StoreIndex group, const RankPosition& rank) const noexcept;
+  // Tensor ranks that share one shard, at least 1.
+  std::uint32_t replicas(StoreIndex group) const noexcept;
+  // Whether `rank` is the one of its replicas that stores a chunk. Every rank loads every chunk.
+  bool stores(StoreIndex group, const RankPosition& rank, std::uint32_t chunk) const noexcept;
 
   // Appends one key. No allocation once the slot has its capacity. `hash` has the width of the
   // request's HashList. Throws Error (kInvalidArgument) and appends nothing when the hash is not 16
