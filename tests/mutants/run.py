@@ -67,11 +67,9 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def load() -> list[Mutant]:
+def load(path: Path = HERE / "mutants.json") -> list[Mutant]:
     mutants = []
-    for number, row in enumerate(
-        json.loads((HERE / "mutants.json").read_text(encoding="utf-8")), 1
-    ):
+    for number, row in enumerate(json.loads(path.read_text(encoding="utf-8")), 1):
         mutants.append(
             Mutant(
                 number=number,

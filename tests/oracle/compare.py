@@ -465,13 +465,13 @@ def compare(
         counts[f"pair {pair[0]} + {pair[1]}"] += MAPS
 
 
-def work(job: tuple[int, int]) -> tuple[Counts, list[str]]:
+def work(job: tuple[int, int], most_problems: int = 3) -> tuple[Counts, list[str]]:
     seed, wanted = job
     rng = random.Random(seed)
     numbers = np.random.default_rng(seed)
     counts: Counts = collections.Counter()
     problems: list[str] = []
-    while counts["hits"] < wanted and len(problems) < 3:
+    while counts["hits"] < wanted and len(problems) < most_problems:
         case = cases.make(rng)
         try:
             compare(case, rng, numbers, counts)

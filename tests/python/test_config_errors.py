@@ -82,7 +82,10 @@ BAD = {
         config(kv_layout="LBNHD"),
         "kv_layout = LBNHD: expected one of LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC",
     ),
-    "unknown key schema": (config(key_schema="vllmm"), "key_schema = vllmm: expected kvprism"),
+    "unknown key schema": (
+        config(key_schema="vllmm"),
+        "key_schema = vllmm: expected one of kvprism, vllm",
+    ),
     "duplicate layer": (
         config(attention(), ring(layers=["f0"])),
         "groups[1].layers[0] = f0: expected a layer name used once (also at groups[0].layers[0])",
