@@ -121,6 +121,7 @@ class SchedulerSide:
                 self._save_states(state.boundary_state_offloads)
         plan = self._core.end_step()
         forward_log(logger)
+        forward_log(logger)
         self._stirred |= bool(plan)
         self._take_load_ends()
         self._reference()

@@ -97,6 +97,7 @@ class WorkerSide:
     def take_results(self) -> Results:
         """Loads that have ended since the last call."""
         report = self._worker.poll()
+        forward_log(logger)
         if report:
             self._reports.append(report)
             for end in self._loads.take(report):
