@@ -207,6 +207,16 @@ TEST(SegmentMap, EveryBlockLiesInsideItsAllocation) {
       ElementsAre("tensors[0].bytes"));
 }
 
+TEST(SegmentMap, AnAllocationEndsWithinTheAddressSpace) {
+  const auto projection = project({blob("blob", 100, {"a"})});
+  const std::uint64_t half = std::uint64_t{1} << 63;
+  EXPECT_THAT(paths_of(error_of(projection, {tensor({"a"}, half - kBase + 1, 0, 100)})),
+              ElementsAre("tensors[0].bytes"));
+  EXPECT_THAT(paths_of(error_of(projection, {tensor({"a"}, 800, 0, 100, 0, half + 1)})),
+              ElementsAre("tensors[0].bytes"));
+  EXPECT_NO_THROW(SegmentMap::make(projection, {tensor({"a"}, half - kBase, 0, 100)}));
+}
+
 TEST(SegmentMap, OnlyRealBlocksAreBlocks) {
   const auto map =
       SegmentMap::make(project({blob("blob", 100, {"a"})}), {tensor({"a"}, 800, 0, 100)});

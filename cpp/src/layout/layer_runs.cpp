@@ -5,11 +5,6 @@
 namespace kvprism::detail {
 namespace {
 
-std::string bytes_text(std::uint64_t bytes) {
-  return bytes == kSaturated ? std::string("more than 2^64 bytes")
-                             : std::to_string(bytes) + " bytes";
-}
-
 constexpr const char* kOtherLayout = "the strides show another layout than kv_layout names";
 
 class StrideCheck {
@@ -140,6 +135,11 @@ class StrideCheck {
 };
 
 }  // namespace
+
+std::string bytes_text(std::uint64_t bytes) {
+  return bytes == kSaturated ? std::string("more than 2^64 bytes")
+                             : std::to_string(bytes) + " bytes";
+}
 
 std::uint64_t LayerShape::part_bytes() const noexcept {
   return splits_heads() ? saturating_mul(axes.positions, axes.content_bytes) : page;

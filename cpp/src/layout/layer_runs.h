@@ -41,6 +41,9 @@ struct LayerShape {
   std::uint64_t kernel_blocks() const noexcept;
 };
 
+// "12 bytes"; a saturated sum is "more than 2^64 bytes".
+std::string bytes_text(std::uint64_t bytes);
+
 // Adds what the strides contradict: the page, the layout's order, the kernel's blocks. `layers`
 // of the group lie in the tensor, at positions up to `span` apart.
 void check_strides(const LayerShape& shape, std::uint64_t layers, std::uint64_t span,

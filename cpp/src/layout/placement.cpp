@@ -24,10 +24,8 @@ struct LayerPlace {
 
 std::string tensor_path(std::size_t at) { return "tensors[" + std::to_string(at) + "]"; }
 
-std::string bytes_text(std::uint64_t bytes) {
-  return bytes == kSaturated ? std::string("more than 2^64 bytes")
-                             : std::to_string(bytes) + " bytes";
-}
+// Beyond it lies no memory of a process, and distances fit signed numbers.
+constexpr std::uint64_t kAddressEnd = std::uint64_t{1} << 63;
 
 std::uint64_t address(const std::byte* at) { return reinterpret_cast<std::uintptr_t>(at); }
 
@@ -56,7 +54,7 @@ class Builder {
       if (tensor.base == nullptr)
         problems_.add(tensor_path(t) + ".base", "null", "the address of an allocation");
       if (tensor.bytes == 0) problems_.add(tensor_path(t) + ".bytes", "0", "a positive integer");
-      if (tensor.bytes > kSaturated - address(tensor.base)) {
+      if (address(tensor.base) > kAddressEnd || tensor.bytes > kAddressEnd - address(tensor.base)) {
         problems_.add(tensor_path(t) + ".bytes", std::to_string(tensor.bytes),
                       "an end within the address space");
       }
