@@ -1056,5 +1056,53 @@ TEST_F(SchedulerTest, RefusesAConfigurationThatCannotStore) {
   EXPECT_THAT(both, HasSubstr("load_timeout = 0 ns: expected a bound of more than 0"));
 }
 
+// Full attention in blocks of 64 and a window of 20 tokens in blocks of 16: a hit needs two blocks
+// of the window before each multiple of 64.
+TEST_F(SchedulerTest, OfAWindowOnlyWhatCanServeAHitIsAskedForAndSaved) {
+  build({test::full_group(64), test::window_group(16, 20)});
+  const Hashes hashes(8, 1);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 129, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  EXPECT_EQ(store->lookups.front().keys().size(), 2u + 4u) << "chunks 2, 3, 6 and 7 of the window";
+  store->lookups.clear();
+  scheduler->advanced(kRequest, 128, hashes.list());
+  const Rows rows({{1, 2}, {10, 11, 12, 13, 14, 15, 16, 17}});
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  EXPECT_THAT(moves(scheduler->end_step(now), 0),
+              ElementsAre(Move{0, 0, 1, 64}, Move{0, 1, 2, 128}, Move{1, 2, 12, 48},
+                          Move{1, 3, 13, 64}, Move{1, 6, 16, 112}, Move{1, 7, 17, 128}));
+}
+
+TEST_F(SchedulerTest, TheEnginesRetentionThinsWindowsOut) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.prefix_cache_retention_interval = 0;
+  config.groups = {test::full_group(64), test::window_group(16, 20)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  const Hashes hashes(8, 1);
+  settle_lookup(129, hashes, 0);
+  scheduler->advanced(kRequest, 128, hashes.list());
+  const Rows rows({{1, 2}, {10, 11, 12, 13, 14, 15, 16, 17}});
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  EXPECT_THAT(
+      moves(scheduler->end_step(now), 0),
+      ElementsAre(Move{0, 0, 1, 64}, Move{0, 1, 2, 128}, Move{1, 6, 16, 112}, Move{1, 7, 17, 128}))
+      << "a prompt of 129 tokens is replayed from 128";
+}
+
+TEST_F(SchedulerTest, OfADraftTheObjectBehindTheHitIsAskedForToo) {
+  GroupConfig group = test::full_group(16);
+  group.is_eagle_group = true;
+  build({group});
+  const Hashes hashes(10, 1);
+  exists(hashes, 160);
+  EXPECT_EQ(settle_lookup(160, hashes, 0).external_tokens, 144u)
+      << "block 9 is computed again, for the draft and for the last token";
+}
+
 }  // namespace
 }  // namespace kvprism

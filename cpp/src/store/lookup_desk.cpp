@@ -8,25 +8,29 @@ namespace kvprism::detail {
 LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index)
     : schema_(std::move(schema)),
       index_(std::move(index)),
-      search_(schema_->projection()),
+      search_(HitSearch::of_whole_blocks(schema_->projection())),
       groups_(search_.groups()),
       alignment_(search_.grid().alignment),
-      hash_tokens_(schema_->projection().hash_block_size()) {}
+      hash_tokens_(schema_->projection().hash_block_size()) {
+  for (const HitGroup& group : groups_) masks_.emplace_back(group, search_.grid());
+}
 
 template <class Visit>
-void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t max, Visit visit) const {
+void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit visit) const {
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
-    const std::uint32_t end = max / group.chunk_tokens;
+    const std::uint32_t end = probed / group.chunk_tokens;
     if (group.rule == HitRule::kLastState) {
       // Only a state at a multiple of S can end a hit.
-      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= max;
+      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= probed;
            tokens += alignment_) {
         visit(index, tokens / group.chunk_tokens - 1);
       }
     } else if (group.rule != HitRule::kNever) {
-      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk)
-        visit(index, chunk);
+      const ReachableMask& mask = masks_[raw(index)];
+      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk) {
+        if (mask.keeps(chunk)) visit(index, chunk);
+      }
     }
   }
 }
@@ -46,10 +50,15 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
   std::vector<Asked> asked;
   asked.reserve(questions.size());
   for (const Question& question : questions) {
-    asked.push_back(
-        {question.request, question.serial, question.local, question.max, batch->keys.size(), {}});
+    asked.push_back({question.request,
+                     question.serial,
+                     question.local,
+                     question.probed,
+                     question.limit,
+                     batch->keys.size(),
+                     {}});
     std::size_t place = 0;
-    for_each_chunk(question.local, question.max, [&](StoreIndex group, std::uint32_t chunk) {
+    for_each_chunk(question.local, question.probed, [&](StoreIndex group, std::uint32_t chunk) {
       const std::uint32_t tokens = (chunk + 1) * groups_[raw(group)].chunk_tokens;
       const auto hash = question.hashes[tokens / hash_tokens_ - 1];
       if (watch && avoid.contains(RecentPrefixes::tag_of(hash, group), now)) {
@@ -76,12 +85,12 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
                                  bool& failed) {
   presence_.reset(groups_.size());
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    presence_.set_units(index, asked.max / groups_[raw(index)].chunk_tokens);
+    presence_.set_units(index, asked.probed / groups_[raw(index)].chunk_tokens);
   }
   std::size_t key = asked.first_key;
   std::size_t place = 0;
   auto avoided = asked.avoided.begin();
-  for_each_chunk(asked.local, asked.max, [&](StoreIndex group, std::uint32_t chunk) {
+  for_each_chunk(asked.local, asked.probed, [&](StoreIndex group, std::uint32_t chunk) {
     bool everywhere = true;
     for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
       const ItemStatus status = key < items.size() ? items[key].status : ItemStatus::kFailed;
@@ -96,7 +105,7 @@ std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResul
     ++place;
     if (everywhere) presence_.mark(group, chunk);
   });
-  return search_.find(presence_, asked.local, asked.max);
+  return search_.find_below(presence_, asked.local, asked.probed, asked.limit);
 }
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {

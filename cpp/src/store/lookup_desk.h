@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvprism/hit/hit_search.h"
+#include "kvprism/hit/reachable_mask.h"
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/run/instant.h"
@@ -15,12 +16,13 @@
 
 namespace kvprism::detail {
 
-// One question: which hit in (local, max] does the store offer?
+// One question: which hit in (local, limit] does the store offer?
 struct Question {
   RequestId request{};
   std::uint64_t serial = 0;  // tells a request's present question from its earlier ones
   std::uint32_t local = 0;   // tokens
-  std::uint32_t max = 0;     // tokens, a multiple of S
+  std::uint32_t probed = 0;  // tokens, a multiple of S: what drafts need lies beyond a hit
+  std::uint32_t limit = 0;   // tokens, a multiple of S, at most probed
   HashList hashes;           // valid while ask() runs
 };
 
@@ -59,16 +61,17 @@ class LookupDesk {
     RequestId request{};
     std::uint64_t serial = 0;
     std::uint32_t local = 0;
-    std::uint32_t max = 0;
+    std::uint32_t probed = 0;
+    std::uint32_t limit = 0;
     std::size_t first_key = 0;
     std::vector<std::size_t>
         avoided;  // chunks by their place in for_each_chunk's order; mostly none
   };
 
-  // Calls visit(group index, chunk) for every chunk that a hit in (local, max] could need, in key
-  // order.
+  // Calls visit(group index, chunk) for every chunk that a hit in (local, probed] could need, in
+  // key order.
   template <class Visit>
-  void for_each_chunk(std::uint32_t local, std::uint32_t max, Visit visit) const;
+  void for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit visit) const;
 
   std::uint32_t hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed);
 
@@ -76,6 +79,7 @@ class LookupDesk {
   std::shared_ptr<ObjectIndex> index_;
   HitSearch search_;
   const std::vector<HitGroup>& groups_;
+  std::vector<ReachableMask> masks_;  // by group: the chunks that can serve a hit
   std::uint32_t alignment_;
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;

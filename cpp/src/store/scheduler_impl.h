@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvprism/hit/hit_search.h"
+#include "kvprism/hit/reachable_mask.h"
 #include "kvprism/store/store_scheduler.h"
 #include "store/lookup_desk.h"
 #include "store/plan_builder.h"
@@ -25,6 +26,7 @@ struct Lookup {
   std::uint64_t serial = 0;
   std::uint32_t asked_local = 0;   // where the question starts
   std::uint32_t engine_local = 0;  // what the engine said last; at least asked_local
+  std::uint32_t probed = 0;
   std::uint32_t max = 0;
   std::uint32_t hit = 0;
   Instant at;  // of the question, then of the answer
@@ -34,6 +36,7 @@ struct Request {
   std::uint64_t generation = 0;  // tells two requests of one id apart
   std::vector<std::uint8_t> hashes;
   std::vector<std::uint64_t> handed_off;  // states whose save is planned: sorted state_mark()s
+  std::uint32_t prompt_tokens = 0;        // 0 while nobody has asked for it
   std::uint32_t accepted = 0;             // tokens
   std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
@@ -95,7 +98,7 @@ struct StoreScheduler::Impl {
        const StoreSchedulerOptions& wanted)
       : schema(std::move(key_schema)),
         options(wanted),
-        search(schema->projection()),
+        search(HitSearch::of_whole_blocks(schema->projection())),
         groups(search.groups()),
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
@@ -106,6 +109,7 @@ struct StoreScheduler::Impl {
         unloadable(wanted.avoid_failed_for, 1 << 12) {
     for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
       save_rules.push_back(schema->projection().group(group).traits.save);
+      has_drafts |= groups[raw(group)].draft;
     }
   }
 
@@ -114,6 +118,7 @@ struct StoreScheduler::Impl {
   HitSearch search;
   const std::vector<HitGroup>& groups;  // of the search
   std::vector<SaveRule> save_rules;
+  bool has_drafts = false;
   std::uint32_t step_tokens;  // S
   std::uint32_t hash_tokens;  // h
   std::uint32_t hash_width = 0;
@@ -147,6 +152,7 @@ struct StoreScheduler::Impl {
   std::vector<detail::Question> questions;
   std::vector<detail::Answer> answers;
   std::vector<ChunkRange> ranges;
+  std::vector<ReachableMask> masks;  // of a save, by group
   JobEvent event;
   WorkerReport incoming;
   Presence loaded;
@@ -209,11 +215,15 @@ struct StoreScheduler::Impl {
     return raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < projection().num_blocks();
   }
 
-  void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t max, Instant now);
+  void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t probed,
+           std::uint32_t max, Instant now);
   void send_questions(Instant now);
   void take_answers(Instant now);
   void add_marks(const Request& request);
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
+  // Which chunks a save of the request keeps. False when they are fewer than a hit at any multiple
+  // of S needs.
+  bool choose_chunks(const Request& request);
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   void plan_offers(Instant now);
   void drop_offers();

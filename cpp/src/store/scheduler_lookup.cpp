@@ -14,12 +14,13 @@ constexpr std::uint32_t kLookupTokensPerCall =
 }  // namespace
 
 void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t local,
-                               std::uint32_t max, Instant now) {
+                               std::uint32_t probed, std::uint32_t max, Instant now) {
   Lookup& lookup = request.lookup;
   if (lookup.state != LookupState::kQueued) queued.push_back(id);
   lookup.state = LookupState::kQueued;
   lookup.serial = next_serial++;
   lookup.asked_local = local;
+  lookup.probed = probed;
   lookup.max = max;
   lookup.hit = local;
   lookup.at = now;
@@ -49,12 +50,13 @@ void StoreScheduler::Impl::send_questions(Instant now) {
     Request* const request = find(id);
     if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
     Lookup& lookup = request->lookup;
-    tokens += lookup.max - lookup.asked_local;
+    tokens += lookup.probed - lookup.asked_local;
     // The others ask in the next step: a call as large as all of them would be late for all.
     if (tokens > kLookupTokensPerCall && !questions.empty()) break;
     lookup.state = LookupState::kInFlight;
     lookup.at = now;
-    questions.push_back({id, lookup.serial, lookup.asked_local, lookup.max, hashes_of(*request)});
+    questions.push_back(
+        {id, lookup.serial, lookup.asked_local, lookup.probed, lookup.max, hashes_of(*request)});
   }
   queued.erase(queued.begin(), queued.begin() + static_cast<std::ptrdiff_t>(taken));
   desk.ask(questions, unloadable, now, now + options.lookup_timeout, answers);
@@ -83,14 +85,17 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
     return {};
   }
 
+  request.prompt_tokens = prompt_tokens;
+  // Of a draft the object behind a hit must be there too.
+  const std::uint32_t probed = s.has_drafts ? hashed : max;
   s.take_answers(now);
   Lookup& lookup = request.lookup;
   const bool stale =
       lookup.state == LookupState::kDone && now - lookup.at > s.options.lookup_fresh_for;
   if (lookup.state == LookupState::kNone || stale || local < lookup.asked_local ||
-      max != lookup.max) {
+      max != lookup.max || probed != lookup.probed) {
     if (lookup.state == LookupState::kNone) ++s.counters.lookups;
-    s.ask(id, request, local, max, now);
+    s.ask(id, request, local, probed, max, now);
   } else if (lookup.state == LookupState::kInFlight &&
              now - lookup.at >= s.options.lookup_timeout) {
     lookup.state = LookupState::kDone;  // late is a miss

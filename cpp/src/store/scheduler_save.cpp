@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <iterator>
+#include <optional>
 
 #include "kvprism/base/log.h"
 #include "store/scheduler_impl.h"
@@ -16,6 +17,20 @@ using detail::state_mark;
 
 }  // namespace
 
+bool StoreScheduler::Impl::choose_chunks(const Request& request) {
+  std::optional<std::uint32_t> retention = projection().retention_interval();
+  // Where a prompt can be replayed from is not known without its length.
+  if (request.prompt_tokens == 0) retention.reset();
+  const ReplayBoundaries boundaries =
+      retention ? replay_boundaries(request.prompt_tokens, step_tokens, has_drafts)
+                : ReplayBoundaries{};
+  masks.clear();
+  for (const HitGroup& group : groups) {
+    masks.emplace_back(group, search.grid(), retention, boundaries);
+  }
+  return !retention;
+}
+
 // Adds the positional sources of `range` and returns up to where they are without a hole.
 std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const BlockRows& rows) {
   std::uint32_t reached = range.to;
@@ -23,6 +38,7 @@ std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const B
     const HitGroup& group = groups[raw(index)];
     const GroupId id = projection().group_id(index);
     for (std::uint32_t chunk = ranges[raw(index)].first; chunk < ranges[raw(index)].end; ++chunk) {
+      if (!masks[raw(index)].keeps(chunk)) continue;
       if (usable_block(rows, id, chunk)) {
         builder.add_chunk(index, chunk, group.chunk_tokens, rows[id][chunk]);
         continue;
@@ -211,6 +227,7 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
                            : ChunkRange{});
   }
   s.add_marks(request);
+  const bool serves_every_hit = s.choose_chunks(request);
   const std::uint64_t skipped_before = s.counters.sources_skipped;
   const std::uint32_t reached = s.add_sources(wanted, rows);
   request.planned = reached;
@@ -220,7 +237,8 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
     return;
   }
   Save& save = s.start_save(id, request.generation, wanted, now, false);
-  if (s.counters.sources_skipped != skipped_before) return;
+  // Another request may need what this one left out.
+  if (s.counters.sources_skipped != skipped_before || !serves_every_hit) return;
   save.tags.reserve((wanted.to - wanted.from) / s.step_tokens);
   for (std::uint32_t from = wanted.from; from < wanted.to; from += s.step_tokens) {
     save.tags.push_back(s.tag_at(request, from));
