@@ -7,6 +7,7 @@ from typing import Any
 
 import kvprism
 import pytest
+from kvprism.vllm.cache_config import segment_map
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 BLOCKS, POSITIONS, HEADS, HEAD = 5, 8, 2, 3
@@ -36,8 +37,7 @@ def engine(layout: str, specs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def views(layout: str, made: Any, raw: Any, kernel: int | None) -> dict[str, Any]:
-    """Each layer as vLLM hands it to attention: bytes by block, head, position and content."""
-    import torch
+    """Each layer as vLLM hands it to attention: block, head, position and content."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -54,34 +54,26 @@ def views(layout: str, made: Any, raw: Any, kernel: int | None) -> dict[str, Any
         made_views = create_kv_cache_views(
             raw, spec, made.num_blocks, KVCacheLayout[layout], placed, split
         )
-        for name, view in zip(placed.layers, made_views, strict=True):
-            blocks = view.unflatten(0, (made.num_blocks, -1))
-            # Block, kernel block, head, position, content: kernel blocks continue positions.
-            parts = [
-                torch.cat(list(block), dim=1).contiguous().view(torch.uint8) for block in blocks
-            ]
-            found[name] = torch.stack(parts)
+        found.update(zip(placed.layers, made_views, strict=True))
+    return found
+
+
+def contents(made: Any, seen: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of each layer by block, head, position and content."""
+    import torch
+
+    found = {}
+    for name, view in seen.items():
+        # Block, kernel block, head, position, content: kernel blocks continue positions.
+        blocks = view.unflatten(0, (made.num_blocks, -1))
+        parts = [torch.cat(list(block), dim=1).contiguous().view(torch.uint8) for block in blocks]
+        found[name] = torch.stack(parts)
     return found
 
 
 def described(made: Any, layout: str, groups: list[dict[str, Any]]) -> kvprism.Projection:
     config = {"num_blocks": made.num_blocks, "kv_layout": layout, "groups": groups}
     return kvprism.Projection(kvprism.CacheConfig.from_dict(config))
-
-
-def place(made: Any, raw: Any, kernel: int | None, split: set[str]) -> list[kvprism.CacheTensor]:
-    return [
-        kvprism.CacheTensor(
-            raw.data_ptr(),
-            bytes=raw.nbytes,
-            layers=list(placed.layers),
-            layer_stride=placed.layer_stride,
-            block_stride=placed.block_stride,
-            offset=placed.offset,
-            kernel_block_size=kernel if kernel and set(placed.layers) <= split else 0,
-        )
-        for placed in made.kv_cache_tensors
-    ]
 
 
 def object_of(segments: kvprism.SegmentMap, raw: Any, group: int, block: int) -> bytes:
@@ -124,10 +116,9 @@ def test_one_group_of_attention(layout: str, kernel: int | None) -> None:
         "head_size": HEAD,
         "dtype": "float16",
     }
-    segments = kvprism.SegmentMap(
-        described(made, layout, [group]), place(made, raw, kernel, set(layers))
-    )
-    seen = views(layout, made, raw, kernel)
+    caches = views(layout, made, raw, kernel)
+    segments = segment_map(described(made, layout, [group]), made, caches)
+    seen = contents(made, caches)
     for block in range(1, made.num_blocks):
         found = object_of(segments, raw, 0, block)
         assert found == expected(layout, [seen[name] for name in layers], block)
@@ -180,14 +171,14 @@ def test_groups_over_one_pool(layout: str) -> None:
     ]
     projection = described(made, layout, groups)
     assert [int(g) for g in projection.store_group_ids] == list(made.prefix_cacheable_group_ids)
-    tensors = place(made, raw, None, set())
+    caches = views(layout, made, raw, None)
     if layout == "LHBNC":
         # Heads apart and whole states in the same bytes: a state's page is several blocks' heads.
         with pytest.raises(kvprism.ConfigError, match="blocks that share no byte"):
-            kvprism.SegmentMap(projection, tensors)
+            segment_map(projection, made, caches)
         return
-    segments = kvprism.SegmentMap(projection, tensors)
-    seen = views(layout, made, raw, None)
+    segments = segment_map(projection, made, caches)
+    seen = contents(made, caches)
     for index, group in enumerate(groups):
         layers = [seen[name] for name in group["layers"]]
         for block in range(1, made.num_blocks):
@@ -223,10 +214,9 @@ def test_pages_of_two_sizes_in_a_wrapper() -> None:
         for part, size in (("attn", 12), ("index", 5))
     ]
     wrapper = {"kind": "uniform", "layers": list(group.layer_names), "members": members}
-    segments = kvprism.SegmentMap(
-        described(made, "BLNHC", [wrapper]), place(made, raw, None, set())
-    )
-    seen = views("BLNHC", made, raw, None)
+    caches = views("BLNHC", made, raw, None)
+    segments = segment_map(described(made, "BLNHC", [wrapper]), made, caches)
+    seen = contents(made, caches)
     for block in range(1, made.num_blocks):
         wanted = b"".join(
             seen[name][block].transpose(0, 1).contiguous().numpy().tobytes()

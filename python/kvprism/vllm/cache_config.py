@@ -320,7 +320,8 @@ def segment_map(
             wanted = placed.offset + at * placed.layer_stride
             if views[name].untyped_storage().data_ptr() != base or found != wanted:
                 problems.add(f"{path}.layers[{at}]", name, f"to begin at byte {wanted}")
-        device = next(iter(views.values())).device
+        first = next(iter(views.values()))
+        device = first.device
         tensors.append(
             CacheTensor(
                 base,
@@ -330,10 +331,21 @@ def segment_map(
                 block_stride=placed.block_stride,
                 offset=placed.offset,
                 device=-1 if device.type == "cpu" else device.index or 0,
+                kernel_block_size=_kernel_block_size(first, kv_cache_config.num_blocks),
             )
         )
     problems.raise_if_any("KV cache tensors")
     return SegmentMap(projection, tensors)
+
+
+def _kernel_block_size(view: Any, num_blocks: int) -> int:
+    """Positions in a block of the attention kernel, or 0 where it is the whole block.
+
+    vLLM's views of attention have axes block, head, position and content. Where it split blocks,
+    there are several of the kernel's in each.
+    """
+    split = view.dim() == 4 and view.shape[0] > num_blocks
+    return int(view.shape[2]) if split else 0
 
 
 def _first(cache: Any) -> Any:
