@@ -11,8 +11,10 @@ import conftest
 import pytest
 from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
+from kvprism.vllm.metadata import StepMetadata
 from kvprism.vllm.options import read_options
 from kvprism.vllm.scheduler_side import SchedulerSide
+from kvprism.vllm.worker_side import Results, WorkerSide
 
 BLOCK = 32
 BLOCKS = 64
@@ -24,24 +26,46 @@ def mooncake() -> Iterator[LocalMooncake]:
         yield running
 
 
+def configuration(window: int | None = None) -> Any:
+    """One group of two layers, with the memory that they need."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+        SlidingWindowSpec,
+    )
+
+    shape = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    spec = (
+        SlidingWindowSpec(sliding_window=window, **shape) if window else FullAttentionSpec(**shape)
+    )
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=2 * BLOCKS * page, layers=["a", "b"], layer_stride=BLOCKS * page, block_stride=page
+    )
+    return KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=spec)],
+        kv_cache_layout="LBHNC",
+    )
+
+
 @pytest.fixture(scope="module")
 def described() -> Any:
-    import torch
+    return describe(configuration())
+
+
+def describe(config: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import init_none_hash
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     vllm_config = EngineArgs(
         model=str(conftest.model("llama")), enforce_eager=True, block_size=BLOCK
     ).create_engine_config()
     init_none_hash(_hash)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    config = KVCacheConfig(
-        num_blocks=BLOCKS,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=spec)],
-        kv_cache_layout="LBHNC",
-    )
     return cache_config.describe(vllm_config, config, (BLOCK, BLOCK), "halves")
 
 
@@ -204,3 +228,115 @@ def test_a_client_can_keep_its_request_out_of_the_store(engine: Engine) -> None:
     assert engine.half.counters()["lookups"] == 0
     engine.allocate(other, len(TOKENS))
     assert engine.step(b=len(TOKENS)).plan
+
+
+def test_a_load_that_cannot_be_planned_does_not_let_its_request_wait(
+    engine: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    first = engine.request("a", TOKENS)
+    engine.allocate(first, len(TOKENS))
+    plan = engine.step(a=len(TOKENS)).plan
+    worker = make_worker(mooncake, configuration(), described)
+    run(worker, engine, StepMetadata(plan, (), (), ()))
+    worker.close()
+    again = engine.request("b", TOKENS)
+    end = time.monotonic() + 60
+    while (found := engine.half.lookup(again, 0))[0] is None:
+        assert time.monotonic() < end
+        engine.step()
+    assert found == (4 * BLOCK, True)
+    short = ([3, 4, 5],)  # a block less than the hit needs
+    engine.half.allocated(again, SimpleNamespace(get_block_ids=lambda: short), 4 * BLOCK)
+    metadata = engine.step()
+    assert metadata.plan == b""
+    assert metadata.loads == ()
+    assert metadata.refused == ("b",)
+    assert engine.step().refused == ()
+
+
+def test_a_prompt_that_grows_is_saved_on(engine: Engine) -> None:
+    request = engine.request("a", TOKENS[: 2 * BLOCK])
+    engine.allocate(request, 4 * BLOCK)
+    assert engine.step(a=2 * BLOCK).plan
+    request.num_computed_tokens = 2 * BLOCK
+    assert not engine.step(a=1).plan
+    # As a streaming session does it.
+    request.append_output_token_ids(TOKENS[2 * BLOCK : 4 * BLOCK])
+    request.num_prompt_tokens = 4 * BLOCK
+    engine.half.new_request(request)
+    assert engine.step(a=2 * BLOCK).plan
+    assert engine.half.counters()["block_ids_read"] == 4
+
+
+@pytest.mark.parametrize("window", [None, 2 * BLOCK])
+def test_what_is_kept_of_a_failed_load(window: int | None) -> None:
+    """What lies before the first failed block of a prefix is valid; of a window, nothing is.
+
+    The rest of a window's blocks may be null, so vLLM must compute the request from its start.
+    """
+    config = configuration(window)
+    described = describe(config)
+    with (
+        LocalMooncake(storage_bytes=64 << 20) as full,
+        LocalMooncake(storage_bytes=64 << 20) as empty,
+    ):
+        engine = Engine(full, described)
+        writer = make_worker(full, config, described)
+        request = engine.request("a", TOKENS)
+        engine.allocate(request, len(TOKENS))
+        run(writer, engine, engine.step(a=len(TOKENS)))
+        again = engine.request("b", TOKENS)
+        end = time.monotonic() + 60
+        while engine.half.lookup(again, 0)[0] is None:
+            assert time.monotonic() < end
+            engine.step()
+        engine.allocate(again, 4 * BLOCK, external=4 * BLOCK)
+        # What the lookup saw is not there when it is loaded.
+        reader = make_worker(empty, config, described)
+        results = run(reader, engine, engine.step())
+        for worker in (writer, reader):
+            worker.close()
+        engine.half.close()
+    assert results.finished == {"b"}
+    table = {block.block_id for block in engine.tables["b"]}
+    if window is None:
+        assert results.failed == set()
+        assert results.failed_blocks == table
+    else:
+        assert results.failed == {"b"}
+        assert results.failed_blocks == set()
+
+
+def make_worker(mooncake: LocalMooncake, config: Any, described: Any) -> WorkerSide:
+    import torch
+    from vllm.v1.kv_cache_interface import create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    (placed,) = config.kv_cache_tensors
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    raw = torch.zeros(placed.size, dtype=torch.int8)
+    layout = KVCacheLayout[config.kv_cache_layout]
+    views = create_kv_cache_views(raw, spec, config.num_blocks, layout, placed, None)
+    options = read_options({"master_server_address": mooncake.master}, {})
+    named = dict(zip(placed.layers, views, strict=True))
+    return WorkerSide(described, options, config, 0, named)
+
+
+def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
+    """A step of a worker, and those after it until its jobs have been reported."""
+    worker.bind(metadata)
+    worker.submit()
+    worker.clear()
+    all_results = Results()
+    end = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < end
+        results = worker.take_results()
+        all_results.finished |= results.finished
+        all_results.failed |= results.failed
+        all_results.failed_blocks |= results.failed_blocks
+        reports = worker.take_reports()
+        if reports is not None:
+            engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=reports))
+            if worker.counters()["jobs_alive"] == 0:
+                return all_results

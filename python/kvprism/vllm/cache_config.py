@@ -6,6 +6,8 @@ nothing of vLLM is imported for it: names have moved between versions.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -273,14 +275,52 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
-    quantization = getattr(model, "quantization", None)
+    meaning = {
+        "revision": model.revision,
+        "weights": getattr(model, "quantization", None),
+        "dtype": _dtype(model.dtype),
+        # Also what the user overrides, such as the scaling of positions.
+        "config": _as_json(_config_of(model)),
+        "draft": _draft(vllm_config),
+        "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+    }
+    digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
     return {
         "model": str(model.model),
-        "model_revision": f"{model.revision or ''};weights={quantization or _dtype(model.dtype)}",
+        "model_revision": f"{model.revision or ''};{digest[:32]}",
         "kv_quantization": str(cache.cache_dtype),
         "hash_algorithm": str(algorithm),
         "hash_is_stable": _hash_is_stable(str(algorithm)),
     }
+
+
+def _config_of(model: Any) -> Any:
+    to_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
+    return None if to_dict is None else to_dict()
+
+
+def _draft(vllm_config: Any) -> list[str | None] | None:
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is None:
+        return None
+    return [str(draft.model), draft.revision]
+
+
+# Where a model lies and who wrote its file do not change what it computes.
+_WITHOUT_MEANING = ("_name_or_path", "name_or_path", "transformers_version")
+
+
+def _as_json(value: Any) -> Any:
+    """The value as JSON that is the same in every process."""
+    if isinstance(value, Mapping):
+        return {str(k): _as_json(v) for k, v in value.items() if k not in _WITHOUT_MEANING}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # Others may print their address; PyTorch's dtypes are the ones that occur.
+    text = str(value)
+    return text if text.startswith("torch.") else type(value).__name__
 
 
 def _hash_is_stable(algorithm: str) -> bool:
@@ -320,8 +360,19 @@ def segment_map(
             wanted = placed.offset + at * placed.layer_stride
             if views[name].untyped_storage().data_ptr() != base or found != wanted:
                 problems.add(f"{path}.layers[{at}]", name, f"to begin at byte {wanted}")
-        first = next(iter(views.values()))
-        device = first.device
+        kernels = {_kernel_block_size(view, kv_cache_config.num_blocks) for view in views.values()}
+        if len(kernels) > 1:
+            problems.add(path, sorted(kernels), "one kernel block size for its layers")
+        layout = projection.kv_layout
+        for name, view in views.items():
+            if not _in_order(view, layout):
+                problems.add(
+                    f"kv_caches[{name}].stride()",
+                    tuple(view.stride()),
+                    f"heads and tokens in the order of layout {layout}",
+                    "another order under this layout's keys would be other bytes",
+                )
+        device = next(iter(views.values())).device
         tensors.append(
             CacheTensor(
                 base,
@@ -330,8 +381,8 @@ def segment_map(
                 layer_stride=placed.layer_stride,
                 block_stride=placed.block_stride,
                 offset=placed.offset,
+                kernel_block_size=max(kernels),
                 device=-1 if device.type == "cpu" else device.index or 0,
-                kernel_block_size=_kernel_block_size(first, kv_cache_config.num_blocks),
             )
         )
     problems.raise_if_any("KV cache tensors")
@@ -346,6 +397,14 @@ def _kernel_block_size(view: Any, num_blocks: int) -> int:
     """
     split = view.dim() == 4 and view.shape[0] > num_blocks
     return int(view.shape[2]) if split else 0
+
+
+def _in_order(view: Any, layout: str) -> bool:
+    """Whether heads and tokens of a view [B, H, N, C] lie as the layout's letters say."""
+    if view.dim() != 4 or 1 in view.shape[1:3]:
+        return True
+    heads_first = layout.index("H") < layout.index("N")
+    return bool((view.stride(1) > view.stride(2)) == heads_first)
 
 
 def _first(cache: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ from .problems import Problems
 from .scheduler_side import SchedulerSide
 from .stats import StoreMetrics, StoreStats
 from .worker_side import WorkerSide
+
+logger = logging.getLogger("vllm.kvprism")
 
 _PRODUCERS = ("kv_producer", "kv_both")
 _CONSUMERS = ("kv_consumer", "kv_both")
@@ -270,8 +273,18 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         """Workers do not talk to each other."""
 
     def reset_cache(self) -> bool | None:
-        """Refused: objects of other engines may be among them, and Mooncake drops all or none."""
-        return False
+        """The engine's caches are void, e.g. after a change of weights.
+
+        Objects of other engines are in the store as well, so it is not emptied; this engine stops
+        using it until it is started anew.
+        """
+        if self._scheduler is None:
+            return None
+        self._scheduler.switch_off()
+        logger.warning(
+            "kvprism: the caches were reset, so this engine neither loads nor saves from now on"
+        )
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:

@@ -121,7 +121,6 @@ class SchedulerSide:
                 self._save_states(state.boundary_state_offloads)
         plan = self._core.end_step()
         forward_log(logger)
-        forward_log(logger)
         self._stirred |= bool(plan)
         self._take_load_ends()
         self._reference()
@@ -139,10 +138,10 @@ class SchedulerSide:
 
     def _save_positional(self, scheduled: Mapping[str, int], state: Any) -> None:
         full, changed = [], []
-        for request_id, saving in self._saving.items():
-            tokens = scheduled.get(request_id)
-            if tokens is None:
-                continue
+        # Neither a long queue of waiting requests nor many that decode may cost anything here.
+        few, many = sorted((scheduled, self._saving), key=len)
+        for request_id in [name for name in few if name in many]:
+            saving, tokens = self._saving[request_id], scheduled[request_id]
             request = saving.request
             if saving.has_changed():
                 changed.append(request)
@@ -205,6 +204,11 @@ class SchedulerSide:
         if tracked is not None and (tracked.request is not request or tracked.has_changed()):
             self._core.finished(tracked.number)
             tracked = None
+        if tracked is not None and request.num_prompt_tokens > (tracked.limit or 1 << 62):
+            # A streaming session has got more of its prompt.
+            tracked.limit = request.num_prompt_tokens
+            if self._saves:
+                self._saving[request.request_id] = tracked
         if tracked is None:
             limit = None if self._save_decode else request.num_prompt_tokens
             tracked = _Tracked(self._next_number, request, limit, self._step_tokens)
@@ -241,7 +245,12 @@ class SchedulerSide:
     def _take_load_ends(self) -> None:
         for end in self._core.take_load_ends():
             request_id = self._loading.pop(end.job, None)
-            if not end.blocks_quiet:
+            planned_now = (end.job, request_id)
+            if not end.complete and planned_now in self._step_loads:
+                # The core could not plan it, so no worker will ever tell of it.
+                self._step_loads.remove(planned_now)
+                self._refused.append(planned_now[1])
+            elif not end.blocks_quiet:
                 logger.warning(
                     "kvprism: a load of request %s is still in use by Mooncake; the request gets "
                     "other blocks",
@@ -263,6 +272,10 @@ class SchedulerSide:
             return None
         self._stirred = self._core.has_pending_work()
         return self._differences.take(self._core.counters())
+
+    def switch_off(self) -> None:
+        """Neither loads nor saves from now on."""
+        self._core.set_mode("off")
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""

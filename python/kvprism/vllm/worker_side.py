@@ -51,9 +51,11 @@ class WorkerSide:
             max_gets_in_flight=options.max_gets_in_flight,
             max_puts_in_flight=options.max_puts_in_flight,
         )
-        # With one group vLLM keeps what arrived before the first failed block; with several it
-        # cannot tell whose block a number is.
-        self._one_group = described.projection.num_groups == 1
+        # With one group vLLM keeps what lies before the first failed block, which only a prefix is
+        # worth: before a window or a state there may be nothing. With several groups it cannot tell
+        # whose block a number is.
+        groups = described.projection.groups()
+        self._blocks_tell = len(groups) == 1 and groups[0].hit == "prefix"
         self._shutdown_timeout = float(options.shutdown_timeout_seconds)
         self._ready = ready_source(_device_type(kv_caches))
         self._loads = RankLoads()
@@ -80,11 +82,16 @@ class WorkerSide:
             return
         self._submitted = True
         if metadata.plan:
-            self._loads.expect(metadata.plan)
-            self._names.update(metadata.loads)
             taken = self._worker.submit(metadata.plan, self._ready.token())
-            if not taken:
+            if taken:
+                self._loads.expect(metadata.plan)
+                self._names.update(metadata.loads)
+            else:
+                # Also of another version, in which no load can be found: those who wait are named.
                 logger.error("kvprism: a plan was refused: %s", taken.refusal)
+                waiting = [name for _, name in metadata.loads]
+                self._results.finished.update(waiting)
+                self._results.failed.update(waiting)
         for job in metadata.abandoned:
             for end in self._loads.abandon(job):
                 self._end(end, detach=True)
@@ -113,7 +120,7 @@ class WorkerSide:
         logger.warning(
             "kvprism: %d blocks of request %s could not be loaded", len(end.failed_blocks), name
         )
-        if self._one_group and not detach:
+        if self._blocks_tell and not detach:
             self._results.failed_blocks.update(end.failed_blocks)
         else:
             self._results.failed.add(name)
