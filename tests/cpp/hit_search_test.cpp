@@ -253,6 +253,97 @@ TEST(HitSearch, AgreesWithItsDefinition) {
   EXPECT_GT(hits, 4000u) << "the comparison must see hits";
 }
 
+// Random groups on a grid of 8 with hashes of 4, and a random store.
+struct Drawn {
+  HitSearch search;
+  Presence present;
+  std::uint32_t local;
+  std::uint32_t max;
+};
+Drawn draw(std::mt19937& random, bool drafts) {
+  const bool partial = random() % 3 == 0;
+  std::vector<HitGroup> groups;
+  for (std::uint32_t g = 0, n = 1 + random() % 3; g < n; ++g) {
+    const HitRule rules[] = {HitRule::kPrefix, HitRule::kLastState, HitRule::kWindow,
+                             HitRule::kChunk};
+    // Hits end inside blocks only where every group can do that.
+    HitGroup group =
+        rule_group(rules[random() % (partial ? 2 : 4)], partial ? 8u : 4u << (random() % 2),
+                   1 + static_cast<std::uint32_t>(random() % 30));
+    if (partial) group.unit_tokens = 4;
+    group.draft = drafts && group.rule != HitRule::kChunk && random() % 2 == 0;
+    groups.push_back(group);
+  }
+  Drawn drawn{HitSearch(groups, {.step = 8, .unit = 4, .alignment = partial ? 4u : 8u}),
+              presence(groups, 104, false), static_cast<std::uint32_t>(random() % 4) * 8,
+              static_cast<std::uint32_t>(random() % 105)};
+  const std::uint32_t density = 50 + static_cast<std::uint32_t>(random() % 50);
+  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
+    for (std::uint32_t unit = 0; unit < drawn.present.units(index); ++unit) {
+      if (random() % 100 < density) drawn.present.mark(index, unit);
+    }
+  }
+  return drawn;
+}
+
+TEST(HitSearch, WhatIsPlannedExistsCoversTheHitAndStaysValid) {
+  std::mt19937 random(11);
+  std::uint32_t hits = 0;
+  for (int round = 0; round < 20000; ++round) {
+    Drawn drawn = draw(random, true);
+    const std::uint32_t hit = drawn.search.find(drawn.present, drawn.local, drawn.max);
+    ASSERT_GE(hit, drawn.local);
+    if (hit == drawn.local) continue;
+    ++hits;
+    // Only what the load fetches.
+    Presence fetched = presence(drawn.search, 104, false);
+    for (const StoreIndex index : indices<StoreIndex>(drawn.search.groups().size())) {
+      const HitGroup& group = drawn.search.groups()[raw(index)];
+      const std::uint32_t units = group.chunk_tokens / group.unit_tokens;
+      const ChunkRange range = load_chunks(group, hit, drawn.local);
+      for (std::uint32_t chunk = range.first; chunk < range.end; ++chunk) {
+        const std::uint32_t tokens = (chunk + 1) * group.chunk_tokens <= hit
+                                         ? (chunk + 1) * group.chunk_tokens
+                                         : drawn.search.tail_tokens(index, drawn.present, hit);
+        ASSERT_TRUE(drawn.present.has(index, tokens / group.unit_tokens - 1))
+            << "round " << round << ": a planned object is not there";
+        ASSERT_LE(tokens, (chunk + 1) * group.chunk_tokens);
+        ASSERT_GE(tokens, std::min(hit, (chunk + 1) * group.chunk_tokens))
+            << "an object covers less than the hit needs";
+        // An object holds every shorter prefix of its chunk too.
+        if (group.rule == HitRule::kPrefix) {
+          for (std::uint32_t unit = chunk * units; unit < tokens / group.unit_tokens; ++unit) {
+            fetched.mark(index, unit);
+          }
+        } else {
+          fetched.mark(index, tokens / group.unit_tokens - 1);
+        }
+      }
+    }
+    ASSERT_EQ(drawn.search.find_loaded(fetched, drawn.local, hit), hit) << "round " << round;
+  }
+  EXPECT_GT(hits, 4000u);
+}
+
+TEST(HitSearch, MoreObjectsNeverShortenAHit) {
+  std::mt19937 random(13);
+  for (const bool drafts : {false, true}) {
+    std::uint32_t longer = 0;
+    for (int round = 0; round < 20000; ++round) {
+      Drawn drawn = draw(random, drafts);
+      const std::uint32_t before = drawn.search.find(drawn.present, drawn.local, drawn.max);
+      const StoreIndex index{static_cast<std::uint32_t>(random() % drawn.search.groups().size())};
+      drawn.present.mark(index, static_cast<std::uint32_t>(random() % drawn.present.units(index)));
+      const std::uint32_t after = drawn.search.find(drawn.present, drawn.local, drawn.max);
+      ASSERT_GE(after, before) << "round " << round << ", drafts " << drafts;
+      if (after > before) ++longer;
+      ASSERT_GE(drawn.search.find(drawn.present, drawn.local + 8, drawn.max), after)
+          << "round " << round << ": a longer local hit";
+    }
+    EXPECT_GT(longer, 200u);
+  }
+}
+
 TEST(HitSearch, GroupsOfAProjectionComeInStoreOrder) {
   const auto projection =
       test::make_projection({test::ring_group(8), test::full_group(16), test::mamba_group(32),

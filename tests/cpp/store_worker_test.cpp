@@ -502,8 +502,7 @@ TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
     ASSERT_EQ(store->puts.size(), 1u);
     const auto keys = store->puts.front().keys();
     EXPECT_EQ(keys.size(), rank == 0 ? 3u : 2u);
-    EXPECT_EQ(store->puts.front().batch->segments[0].base,
-              memory.data() + (1 + rank) * kPage);
+    EXPECT_EQ(store->puts.front().batch->segments[0].base, memory.data() + (1 + rank) * kPage);
     stored.insert(stored.end(), keys.begin(), keys.end());
     store->end_put();
     worker->pump(now);
@@ -529,6 +528,32 @@ TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
   std::sort(stored.begin(), stored.end());
   EXPECT_EQ(std::unique(stored.begin(), stored.end()), stored.end()) << "no object twice";
   EXPECT_EQ(stored.size(), 5u);
+}
+
+TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.key_schema = "vllm";
+  config.groups = {test::full_group(16), test::full_group(16, "second")};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = KeySchema::vllm(projection, {.model = "m", .hash_algorithm = "test"});
+  CacheTensor tensor;
+  tensor.base = memory.data();
+  tensor.bytes = 2 * 64 * kPage;
+  tensor.layers = {"full"};
+  tensor.layer_stride = 64 * kPage;
+  tensor.block_stride = 2 * kPage;
+  CacheTensor other = tensor;
+  other.layers = {"second"};
+  other.offset = kPage;
+  map = SegmentMap::make(projection, {tensor, other});
+  try {
+    StoreWorker refused(schema, map, store, {});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("schema = 2 stored groups"));
+    EXPECT_THAT(error.what(), HasSubstr("block_stride = more than a page"));
+  }
 }
 
 }  // namespace

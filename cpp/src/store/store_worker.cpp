@@ -537,6 +537,35 @@ bool StoreWorker::Impl::retire() {
   return true;
 }
 
+namespace {
+
+// Schema `vllm` promises the reference's bytes too. Its objects hold whole strides of every stored
+// layer in the pool, which is what ours hold with one group and layers outermost.
+void check_vllm_objects(const SegmentMap& map, ProblemList& problems) {
+  const Projection& projection = map.projection();
+  const auto refuse = [&](std::string path, std::string value, std::string expected) {
+    problems.add(std::move(path), std::move(value), std::move(expected),
+                 "key schema vllm writes the reference's bytes; choose schema kvprism");
+  };
+  if (projection.num_store_groups() > 1) {
+    refuse("schema", std::to_string(projection.num_store_groups()) + " stored groups",
+           "one, because the reference's objects hold the layers of all groups");
+  }
+  if (projection.kv_layout() != "LBHNC" && projection.kv_layout() != "LBNHC") {
+    refuse("kv_layout", projection.kv_layout(), "LBHNC or LBNHC");
+  }
+  if (projection.num_store_groups() == 0 || projection.num_blocks() < 3) return;
+  std::vector<Segment> two;
+  const BlockId blocks[] = {BlockId{1}, BlockId{2}};
+  map.append_blocks(projection.group_id(StoreIndex{0}), blocks, two);
+  // Neighbouring blocks merge where the stride is the page.
+  if (two.size() > map.segments_per_block(StoreIndex{0})) {
+    refuse("block_stride", "more than a page", "the page, page_size_padded included");
+  }
+}
+
+}  // namespace
+
 StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
                          std::shared_ptr<const SegmentMap> map, std::shared_ptr<ObjectStore> store,
                          const StoreWorkerOptions& options) {
@@ -564,6 +593,7 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
           "below " + std::to_string(sizes.world()) + ", tp x pp x pcp of the cache config");
     }
   }
+  if (schema && map && schema->name() == "vllm") check_vllm_objects(*map, problems);
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store), options);
 

@@ -55,7 +55,9 @@ struct StoreWorkerCounters {
 // says that nothing is unquiet. Threads: submit and poll from any thread; pump and close from one.
 class KVPRISM_API StoreWorker {
  public:
-  // Registers the map's regions with the store. Throws Error.
+  // Registers the map's regions with the store. Throws Error with all problems; with key schema
+  // `vllm` also where an object would not have the reference's bytes: several stored groups, a
+  // layout other than LBHNC and LBNHC, a stride that is not the page.
   StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
               std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options);
   ~StoreWorker();
