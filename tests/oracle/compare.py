@@ -407,10 +407,23 @@ def compare_stages(
         else:
             expect("store groups of a stage", store, theirs)
     first, second = projections
+    counts["pairs of stages"] += 1
+    if first.digest != second.digest:
+        unequal = {
+            name
+            for (name, ours), (_, theirs) in zip(
+                first.digest_facts, second.digest_facts, strict=True
+            )
+            if ours != theirs
+        }
+        flags = all(name.endswith(".is_eagle_group") for name in unequal)
+        wrapped = any("members" in group for group in config["groups"])
+        if flags and wrapped and case.use_eagle:
+            counts["difference D13"] += 1
+            return
     expect("digest of a stage", first.digest, second.digest)
     # A stage sees its own first layer of a wrapper, so which specs are equal is not compared.
     expect("groups of a stage", rules_of(first), rules_of(second))
-    counts["pairs of stages"] += 1
 
 
 def compare(
