@@ -27,8 +27,7 @@ namespace {
 // Width of a hash in flat bytes, which carry no shape.
 constexpr std::uint32_t kFlatHashBytes = 32;
 
-using Maker = std::shared_ptr<const KeySchema>(std::shared_ptr<const Projection>,
-                                               const KeyFacts&);
+using Maker = std::shared_ptr<const KeySchema>(std::shared_ptr<const Projection>, const KeyFacts&);
 
 template <Maker* kMake>
 std::shared_ptr<const KeySchema> make_schema(std::shared_ptr<const Projection> projection,

@@ -19,12 +19,12 @@ import sys
 import time
 from pathlib import Path
 
+import kvprism
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build/oracle_mutants"
 LIBRARY = BUILD / "libmutants.so"
-
-import kvprism
 
 sys.path.insert(0, str(HERE.parent / "mutants"))
 import run as mechanism  # noqa: E402

@@ -51,8 +51,8 @@ struct ChunkRange {
   std::uint32_t size() const noexcept { return empty() ? 0 : end - first; }
 };
 
-// Chunks of a window group that a hit needs at its end: those of the window-1 tokens before the next
-// one, and at least one, which proves that the prefix was computed.
+// Chunks of a window group that a hit needs at its end: those of the window-1 tokens before the
+// next one, and at least one, which proves that the prefix was computed.
 KVPRISM_API std::uint32_t window_chunks(const HitGroup& group) noexcept;
 
 // Chunks of a group that must be there for a prefix of `tokens` to be usable. The last one is only

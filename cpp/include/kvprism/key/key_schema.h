@@ -71,9 +71,10 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 //
 // Schema `vllm`, byte for byte that of vLLM's built-in connector (store_connector 3.1-3.3):
 //
-//   [<namespace>@]<model>@tp_rank:<tp>@pcp<pcp>@dcp<dcp>@pp_rank:<pp>@group:<store index>@<hash, hex>
+//   [<namespace>@]<model>@tp_rank:<tp>@pcp<pcp>@dcp<dcp>@pp_rank:<pp>@group:<group>@<hash>
 //
-// with the namespace as it is and the last path component of the model. Ranks that hold the same
+// with the namespace as it is, the last path component of the model, the store index and the hash
+// in hex. Ranks that hold the same
 // bytes share one tp. Such a key says nothing of dtype, layout, sizes or revision: whoever chooses
 // it vouches that all users of the pool agree.
 //
