@@ -92,6 +92,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["loaded_bytes"] = c.loaded_bytes;
   out["save_chunks_failed"] = c.save_chunks_failed;
   out["saves_dropped"] = c.saves_dropped;
+  out["saves_held_back"] = c.saves_held_back;
   out["saves_known"] = c.saves_known;
   out["hashes_refused"] = c.hashes_refused;
   out["requests_replaced"] = c.requests_replaced;
@@ -164,7 +165,8 @@ flat bytes. Both are copied before the call returns.)")
              double load_timeout_seconds, double save_timeout_seconds,
              double quarantine_after_seconds, bool detach_quarantined_loads,
              std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
-             double avoid_failed_for_seconds, std::uint32_t hash_width) {
+             double avoid_failed_for_seconds, std::uint32_t max_held_percent,
+             std::uint32_t hash_width) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.loads = loads;
@@ -181,6 +183,7 @@ flat bytes. Both are copied before the call returns.)")
             options.backoff = to_duration(backoff_seconds, "backoff_seconds");
             options.saved_fresh_for =
                 to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
+            options.max_held_percent = max_held_percent;
             options.avoid_failed_for =
                 to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
@@ -190,7 +193,7 @@ flat bytes. Both are copied before the call returns.)")
           "load_timeout_seconds"_a = 20.0, "save_timeout_seconds"_a = 60.0,
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
-          "avoid_failed_for_seconds"_a = 5.0, "hash_width"_a = 32,
+          "avoid_failed_for_seconds"_a = 5.0, "max_held_percent"_a = 100, "hash_width"_a = 32,
           R"(Takes the index side of `store`.
 
 Args:
@@ -209,6 +212,7 @@ Args:
     backoff_seconds: Length of that pause.
     saved_fresh_for_seconds: What was saved is not saved again for this long.
     avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
+    max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
 
 Raises:

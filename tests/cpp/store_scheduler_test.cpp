@@ -420,6 +420,46 @@ TEST_F(SchedulerTest, AStoreThatCannotBeReachedIsNotHeldAgainstItsObjects) {
   EXPECT_EQ(scheduler->counters().chunks_avoided, 0u);
 }
 
+TEST_F(SchedulerTest, NothingIsSavedWhileJobsHoldTooMuchOfThePool) {
+  StoreSchedulerOptions options;
+  options.max_held_percent = 5;  // of 64 blocks: 3 are less, 4 are more
+  build({test::full_group(16), test::mamba_group(16)}, options);
+  std::vector<JobId> jobs;
+  for (const std::uint64_t id : {1u, 2u}) {
+    const Hashes hashes(2, static_cast<int>(id));
+    const RequestId request{id};
+    scheduler->advanced(request, 32, hashes.list());
+    const int first = static_cast<int>(id) * 4;
+    const Rows rows({{first, first + 1}, {}});
+    scheduler->save(request, {0, 32}, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    ASSERT_EQ(plan.jobs.size(), 1u);
+    jobs.push_back(plan.jobs[0].id);
+  }
+  const Hashes third(2, 3);
+  scheduler->advanced(kRequest, 32, third.list());
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+  EXPECT_EQ(scheduler->counters().saves_held_back, 1u);
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{20}, 16);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  report(jobs[0], JobOutcome::kOk, true);
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 32}));
+}
+
+TEST_F(SchedulerTest, LookupsAreCutByTheKeysOfACall) {
+  build({test::full_group(16)});
+  const Hashes large(70'000, 1);
+  const Hashes small(4, 2);
+  scheduler->lookup(RequestId{1}, 70'000 * 16, large.list(), 0, now);
+  scheduler->lookup(RequestId{2}, 65, small.list(), 0, now);
+  scheduler->end_step(now);
+  ASSERT_EQ(store->lookups.size(), 1u);
+  EXPECT_EQ(store->lookups.front().keys().size(), 69'999u) << "the first goes whole";
+  scheduler->end_step(now);
+  ASSERT_EQ(store->lookups.size(), 2u);
+  EXPECT_EQ(store->lookups.back().keys().size(), 4u);
+}
+
 TEST_F(SchedulerTest, SavesOfWhichNothingArrivesAreToldOnce) {
   // R04
   std::vector<std::string> lines;

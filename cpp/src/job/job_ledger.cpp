@@ -238,6 +238,7 @@ bool JobLedger::take_quarantined(JobEvent& out) {
 bool JobLedger::alive(JobId job) const noexcept { return impl_->jobs.contains(raw(job)); }
 std::size_t JobLedger::size() const noexcept { return impl_->jobs.size(); }
 std::size_t JobLedger::in_quarantine() const noexcept { return impl_->quarantined_now; }
+std::uint64_t JobLedger::blocks_held() const noexcept { return impl_->counters.blocks_held; }
 LedgerCounters JobLedger::counters() const noexcept {
   LedgerCounters counters = impl_->counters;
   counters.alive = impl_->jobs.size();

@@ -35,6 +35,16 @@ void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit
   }
 }
 
+std::uint64_t LookupDesk::most_keys(std::uint32_t local, std::uint32_t probed) const noexcept {
+  std::uint64_t keys = 0;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    const HitGroup& group = groups_[raw(index)];
+    const std::uint32_t step = group.rule == HitRule::kLastState ? alignment_ : group.chunk_tokens;
+    keys += std::uint64_t{(probed - local) / step + 1} * schema_->shards(index).size();
+  }
+  return keys;
+}
+
 void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixes& avoid,
                      Instant now, Instant deadline, std::vector<Answer>& answers) {
   if (questions.empty()) return;

@@ -49,6 +49,9 @@ class LookupDesk {
   void ask(const std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
            Instant deadline, std::vector<Answer>& answers);
 
+  // No question from `local` to `probed` tokens has more keys.
+  std::uint64_t most_keys(std::uint32_t local, std::uint32_t probed) const noexcept;
+
   // Appends the answers that have arrived.
   void poll(Instant now, std::vector<Answer>& answers);
 

@@ -162,6 +162,12 @@ struct StoreScheduler::Impl {
 
   const Projection& projection() const { return schema->projection(); }
 
+  bool holds_too_much() const {
+    return options.max_held_percent < 100 &&
+           ledger.blocks_held() * 100 >
+               std::uint64_t{projection().num_blocks()} * options.max_held_percent;
+  }
+
   bool may_load() const {
     return options.loads && (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
   }

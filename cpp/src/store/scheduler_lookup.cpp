@@ -8,8 +8,7 @@ using detail::Lookup;
 using detail::LookupState;
 using detail::Request;
 
-constexpr std::uint32_t kLookupTokensPerCall =
-    1u << 20;  // of all questions of one call, but the first
+constexpr std::uint64_t kLookupKeysPerCall = 1u << 16;  // of all questions, but for the first
 
 }  // namespace
 
@@ -44,15 +43,16 @@ void StoreScheduler::Impl::take_answers(Instant now) {
 void StoreScheduler::Impl::send_questions(Instant now) {
   questions.clear();
   std::size_t taken = 0;
-  std::uint64_t tokens = 0;
+  std::uint64_t keys = 0;
   for (; taken < queued.size(); ++taken) {
     const RequestId id = queued[taken];
     Request* const request = find(id);
     if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
     Lookup& lookup = request->lookup;
-    tokens += lookup.probed - lookup.asked_local;
-    // The others ask in the next step: a call as large as all of them would be late for all.
-    if (tokens > kLookupTokensPerCall && !questions.empty()) break;
+    keys += desk.most_keys(lookup.asked_local, lookup.probed);
+    // The others ask in the next step: a call as large as all of them would be late for all, and
+    // making its keys would hold up the step.
+    if (keys > kLookupKeysPerCall && !questions.empty()) break;
     lookup.state = LookupState::kInFlight;
     lookup.at = now;
     questions.push_back(

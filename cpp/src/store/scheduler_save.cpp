@@ -65,7 +65,7 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
   if (offers.empty()) return;
-  if (now < backoff_until || !may_save()) {
+  if (now < backoff_until || !may_save() || holds_too_much()) {
     drop_offers();
     return;
   }
@@ -197,6 +197,10 @@ TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
   const std::uint32_t to = s.aligned(std::min(request->accepted, hashed));
   if (to <= request->planned || to <= request->retry_above) return {};
+  if (s.holds_too_much()) {
+    ++s.counters.saves_held_back;
+    return {};
+  }
   while (request->planned < to &&
          s.saved_prefixes.contains(s.tag_at(*request, request->planned), now)) {
     request->planned += s.step_tokens;

@@ -41,6 +41,9 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
   positive("backoff", options.backoff);
   positive("saved_fresh_for", options.saved_fresh_for);
   positive("avoid_failed_for", options.avoid_failed_for);
+  if (options.max_held_percent == 0 || options.max_held_percent > 100) {
+    problems.add("max_held_percent", std::to_string(options.max_held_percent), "1 to 100");
+  }
   if (options.backoff_after == 0) problems.add("backoff_after", "0", "at least 1 save");
 }
 

@@ -176,6 +176,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("backoff_seconds", "seconds", 5.0, "seconds", "Length of that pause.", least=0.001),
     Option(
+        "max_held_percent",
+        "int",
+        50,
+        "percent",
+        "Nothing is saved while jobs hold more of the pool's blocks: a store slower than prefill "
+        "must not take the engine's memory.",
+        least=1,
+    ),
+    Option(
         "saved_fresh_for_seconds",
         "seconds",
         60.0,

@@ -65,6 +65,7 @@ class SchedulerSide:
             backoff_after=options.backoff_after,
             backoff_seconds=options.backoff_seconds,
             saved_fresh_for_seconds=options.saved_fresh_for_seconds,
+            max_held_percent=options.max_held_percent,
         )
         self._pool: Any = None
         self._requests: dict[str, _Tracked] = {}

@@ -81,6 +81,8 @@ class KVPRISM_API JobLedger {
   std::size_t size() const noexcept;
   // Of those, the ones in quarantine.
   std::size_t in_quarantine() const noexcept;
+  // Blocks of its jobs, those in quarantine included.
+  std::uint64_t blocks_held() const noexcept;
   LedgerCounters counters() const noexcept;
 
  private:

@@ -47,7 +47,10 @@ struct StoreSchedulerOptions {
   bool detach_quarantined_loads = false;
   // Consecutive saves that the store refused (full, away or late: R50) before saving pauses.
   std::uint32_t backoff_after = 3;
-  Duration backoff = seconds(5);           // saves dropped for so long
+  Duration backoff = seconds(5);  // saves dropped for so long
+  // Of the pool's blocks. While jobs hold more, nothing is saved: a store slower than prefill must
+  // not take the memory of an engine that serves many. 100: no bound.
+  std::uint32_t max_held_percent = 100;
   Duration saved_fresh_for = seconds(60);  // what was saved is not saved again for so long
   Duration avoid_failed_for = seconds(5);  // a chunk whose load failed counts as absent for so long
 };
@@ -112,9 +115,10 @@ struct StoreSchedulerCounters {
   std::uint64_t loaded_objects = 0;
   std::uint64_t loaded_bytes = 0;
   std::uint64_t save_chunks_failed = 0;
-  std::uint64_t saves_dropped = 0;      // while backing off from a full pool, or by mode
-  std::uint64_t saves_known = 0;        // stretches of S tokens saved lately: not saved again
-  std::uint64_t hashes_refused = 0;     // of another width, or with a gap before them
+  std::uint64_t saves_dropped = 0;    // while backing off from a full pool, or by mode
+  std::uint64_t saves_held_back = 0;  // times that wants_save() said no because of max_held_percent
+  std::uint64_t saves_known = 0;      // stretches of S tokens saved lately: not saved again
+  std::uint64_t hashes_refused = 0;   // of another width, or with a gap before them
   std::uint64_t requests_replaced = 0;  // ids that came with other hashes, without finished()
   std::uint64_t tables_refused = 0;     // saves with another number of rows than groups
   std::uint64_t offers_refused =
