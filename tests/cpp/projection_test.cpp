@@ -568,21 +568,6 @@ TEST(ValidateStore, RefusesSeveralGroupsOverPrefillContextRanks) {
   EXPECT_THAT(store_paths(*make(config)), IsEmpty());
 }
 
-TEST(ValidateStore, SchemaVllmNeedsObjectsThatTheReferenceWouldMake) {
-  CacheConfig config = config_of({attention(16), mamba(16)});
-  config.key_schema = "vllm";
-  // A state's page is another one than a block's of attention.
-  EXPECT_THAT(store_paths(*make(config)), ElementsAre("groups[1]"));
-  config.groups[1] = attention(16);
-  config.groups[1].layers = {"other"};
-  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
-  config.groups[1].layers = {"other", "third"};
-  config.kv_layout = "BLHNC";
-  EXPECT_THAT(store_paths(*make(config)), ElementsAre("kv_layout", "groups[1]"));
-  config.key_schema = "kvprism";
-  EXPECT_THAT(store_paths(*make(config)), IsEmpty());
-}
-
 TEST(ValidateStore, TellsEveryProblemAtOnce) {
   CacheConfig config = config_of({attention(48), mamba(32, "none"), attention(16)});
   config.groups[2].spec.kind = "cross_attention";

@@ -58,34 +58,6 @@ void check_alignment(const Projection& projection, ProblemList& problems) {
   }
 }
 
-// The reference stores with every group all regions of the pool, and whole rows where blocks are
-// outermost (store_connector 6.3): only where that comes to the same bytes can a pool be shared.
-void check_shared_values(const Projection& projection, ProblemList& problems) {
-  if (projection.key_schema() != "vllm") return;
-  const std::string& layout = projection.kv_layout();
-  if (layout != "LBHNC" && layout != "LBNHC") {
-    problems.add("kv_layout", layout, "LBHNC or LBNHC with key schema vllm",
-                 "other layouts have not been compared with the reference's objects");
-  }
-  const ResolvedGroup* first = nullptr;
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
-    const ResolvedGroup& group = projection.group(index);
-    if (first == nullptr) first = &group;
-    if (group.layers.size() == first->layers.size() &&
-        group.page_size_bytes == first->page_size_bytes) {
-      continue;
-    }
-    problems.add(
-        group_path(group.id),
-        std::to_string(group.layers.size()) + " layers of " +
-            std::to_string(group.page_size_bytes) + " bytes",
-        std::to_string(first->layers.size()) + " layers of " +
-            std::to_string(first->page_size_bytes) + " bytes, as " + group_path(first->id) + " has",
-        "with key schema vllm the reference's objects of unequal groups hold other groups' "
-        "bytes too; choose schema kvprism");
-  }
-}
-
 }  // namespace
 
 std::vector<Problem> validate_store(const Projection& projection) {
@@ -112,7 +84,6 @@ std::vector<Problem> validate_store(const Projection& projection) {
                  "how prefill context ranks share blocks of several groups is not defined");
   }
   check_alignment(projection, problems);
-  check_shared_values(projection, problems);
   for (const GroupId id : indices<GroupId>(projection.num_groups())) {
     const ResolvedGroup& group = projection.group(id);
     const bool encoder = std::any_of(group.specs.begin(), group.specs.end(),
