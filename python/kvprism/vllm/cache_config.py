@@ -197,7 +197,11 @@ class Described:
 
 
 def describe(
-    vllm_config: Any, kv_cache_config: Any, block_sizes: tuple[int, int], namespace: str
+    vllm_config: Any,
+    kv_cache_config: Any,
+    block_sizes: tuple[int, int],
+    namespace: str,
+    key_schema: str = "kvprism",
 ) -> Described:
     """The projection and the key schema of an engine.
 
@@ -206,6 +210,7 @@ def describe(
         kv_cache_config: vLLM's KVCacheConfig, of the scheduler or of a worker.
         block_sizes: The engine's scheduler block size and hash block size, in tokens.
         namespace: Namespace of the keys.
+        key_schema: How objects are named: ``kvprism`` or ``vllm``.
 
     Raises:
         ConfigError: With every problem at once.
@@ -240,6 +245,7 @@ def describe(
             "hash_block_size": hash_block_size,
             "use_eagle": _eagle_drops_blocks(vllm_config),
             "model_total_kv_heads": vllm_config.model_config.get_total_num_kv_heads(),
+            "key_schema": key_schema,
             "namespace": namespace,
             "groups": rows,
         },
@@ -249,7 +255,7 @@ def describe(
     _compare(projection, kv_cache_config, problems)
     problems.raise_if_any("KV cache of this model")
     facts = key_facts(vllm_config)
-    return Described(projection, KeySchema.kvprism(projection, **facts), facts)
+    return Described(projection, KeySchema.make(projection, **facts), facts)
 
 
 def _layout(vllm_config: Any, kv_cache_config: Any) -> str:

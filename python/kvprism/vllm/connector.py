@@ -59,7 +59,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
         config = self._kv_cache_config
         sizes = resolve_kv_cache_block_sizes(config, self._vllm_config)
-        return describe(self._vllm_config, config, sizes, self._options.cache_prefix)
+        options = self._options
+        return describe(self._vllm_config, config, sizes, options.cache_prefix, options.key_schema)
 
     # What kind of connector this is.
 

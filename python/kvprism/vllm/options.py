@@ -116,6 +116,15 @@ OPTIONS: tuple[Option, ...] = (
         "Namespace: two of them never share an object. Change it when weights change under one "
         "name.",
     ),
+    Option(
+        "key_schema",
+        "choice",
+        "kvprism",
+        "",
+        "How objects are named. `vllm`: as the built-in connector names them, to share a pool with "
+        "it; such names say less about what the bytes mean.",
+        choices=("kvprism", "vllm"),
+    ),
     Option("enable_lookup", "bool", True, "", "Look up and load. False: only save."),
     Option(
         "save_decode_cache",
