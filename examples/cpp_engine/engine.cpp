@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -77,8 +78,7 @@ class Engine {
     tensor.layers = {"l0"};
     tensor.block_stride = kPage;
     scheduler_ = std::make_unique<StoreScheduler>(
-        schema, connection.index,
-        StoreSchedulerOptions{.epoch = std::uint64_t(monotonic_now().ns)});
+        schema, connection.index, StoreSchedulerOptions{.epoch = std::random_device{}() | 1u});
     worker_ = std::make_shared<StoreWorker>(schema, SegmentMap::make(groups, {tensor}),
                                             connection.store, StoreWorkerOptions{});
     pump_ = std::make_unique<PumpThread>(worker_, connection.store);

@@ -194,6 +194,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs ``kvprism replay``; 0 when every request ran and every loaded byte was right."""
     shape = shape_of(args.trace, args.limit)
     config = CacheConfig.from_file(args.config) if args.config else default_config(shape.longest)
+    if config.parallel.world != 1:
+        raise ConfigError(
+            f"parallel = {config.parallel.world} ranks: expected one, tp = pp = pcp = 1: the replay"
+            " simulates one"
+        )
     capacity = stored_bytes(Projection(config), shape.distinct_hashes * TOKENS_PER_HASH)
     with open_store(args.store, capacity) as store:
         totals = replay(args.trace, config, store, args.limit)

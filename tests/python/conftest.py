@@ -1,8 +1,12 @@
 """What every test may rely on."""
 
+import os
 import signal
 
 import pytest
+
+# Mooncake reads it when its library is opened for the first time, by whichever test that is.
+os.environ["MC_LOG_LEVEL"] = "ERROR"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -247,12 +247,10 @@ def test_a_reader_that_leaves_early_is_no_error(write: Any) -> None:
     assert done.stderr == ""
 
 
-def test_import_is_quick_and_light() -> None:
+def test_import_is_light() -> None:
+    """What takes long to import is left to those who use it."""
     script = (
-        "import sys, time; start = time.perf_counter(); import kvprism; "
-        "print(time.perf_counter() - start); "
-        "assert not {'torch', 'numpy', 'vllm', 'mooncake', 'argparse'} & set(sys.modules)"
+        "import sys; import kvprism; "
+        "print(*{'torch', 'numpy', 'vllm', 'mooncake', 'argparse'} & set(sys.modules))"
     )
-    command = [sys.executable, "-c", script]
-    times = [float(subprocess.check_output(command)) for _ in range(3)]
-    assert min(times) < 0.1
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "\n"

@@ -292,3 +292,20 @@ def test_the_reader_holds_one_line_at_a_time(tmp_path: Path) -> None:
         assert [next(reader).line for _ in range(3)] == [1, 2, 3]
     finally:
         writer.communicate()
+
+
+@pytest.mark.parametrize("size", ["tp", "pp"])
+def test_a_configuration_of_several_ranks_is_refused(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only one is simulated: jobs would wait for the others' reports for ever."""
+    group = {"kind": "full_attention", "layers": ["f0"], "block_size": 512, "num_kv_heads": 2}
+    group |= {"head_size": 8, "dtype": "float16"}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_blocks": 99, "parallel": {size: 2}, "groups": [group]}))
+    trace = write_trace(tmp_path / "trace.jsonl", synthetic(2, 5))
+    assert main(["replay", str(trace), "--config", str(config)]) == 2
+    assert capsys.readouterr().err == (
+        "kvprism replay: parallel = 2 ranks: expected one, tp = pp = pcp = 1: the replay simulates"
+        " one\n"
+    )
