@@ -26,6 +26,13 @@ class Switch final : public ReadySource {
   ReadyState query() noexcept override { return state; }
 };
 
+KeyFacts vllm_facts() {
+  KeyFacts facts;
+  facts.model = "m";
+  facts.hash_algorithm = "test";
+  return facts;
+}
+
 class WorkerTest : public ::testing::Test {
  protected:
   WorkerTest() { build(); }
@@ -479,7 +486,7 @@ TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
   config.groups = {test::full_group(16)};
   std::get<AttentionPayload>(config.groups[0].spec.payload).total_num_kv_heads = 1;
   projection = Projection::make(config, SpecRegistry::builtin());
-  schema = KeySchema::vllm(projection, {.model = "m", .hash_algorithm = "test"});
+  schema = KeySchema::vllm(projection, vllm_facts());
   CacheTensor tensor;
   tensor.base = memory.data();
   tensor.bytes = 64 * kPage;
@@ -536,7 +543,7 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
   config.key_schema = "vllm";
   config.groups = {test::full_group(16), test::full_group(16, "second")};
   projection = Projection::make(config, SpecRegistry::builtin());
-  schema = KeySchema::vllm(projection, {.model = "m", .hash_algorithm = "test"});
+  schema = KeySchema::vllm(projection, vllm_facts());
   CacheTensor tensor;
   tensor.base = memory.data();
   tensor.bytes = 2 * 64 * kPage;
