@@ -42,8 +42,11 @@ HitSearch::HitSearch(std::vector<HitGroup> groups, const HitGrid& grid)
       same->rule.draft |= group.draft;
     }
   }
-  std::stable_partition(families_.begin(), families_.end(),
-                        [](const Family& family) { return family.rule.rule == HitRule::kPrefix; });
+  const auto order = [](const Family& family) {
+    return std::pair(family.rule.rule != HitRule::kPrefix, family.members.front());
+  };
+  std::sort(families_.begin(), families_.end(),
+            [&](const Family& a, const Family& b) { return order(a) < order(b); });
 }
 
 HitSearch::HitSearch(const Projection& projection)

@@ -194,20 +194,23 @@ class Builder {
     struct Part {
       const LayerShape* shape;
       Run run;
+      std::size_t place;  // in the order of layers
     };
     std::vector<Part> parts;
     for (const LayerShape& shape : shapes) {
-      for (const Run& run : runs_of(shape)) parts.push_back({&shape, run});
+      for (const Run& run : runs_of(shape)) parts.push_back({&shape, run, parts.size()});
     }
     if (layout_.heads_before_layers) {
-      std::stable_sort(parts.begin(), parts.end(),
-                       [](const Part& a, const Part& b) { return a.run.head < b.run.head; });
+      std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) {
+        return std::pair(a.run.head, a.place) < std::pair(b.run.head, b.place);
+      });
     }
-    for (const auto& [shape, run] : parts) {
-      const auto tensor = static_cast<std::size_t>(shape->tensor - tensors_.data());
-      add_piece({shape->tensor->base + run.offset, shape->tensor->block_stride, run.length,
-                 region_of_[tensor]},
-                placement);
+    for (const Part& part : parts) {
+      const CacheTensor& tensor = *part.shape->tensor;
+      const auto index = static_cast<std::size_t>(&tensor - tensors_.data());
+      add_piece(
+          {tensor.base + part.run.offset, tensor.block_stride, part.run.length, region_of_[index]},
+          placement);
     }
   }
 
