@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fuzz.sh [SECONDS]: runs every fuzz target for its share of the time, starting from its corpus.
+# fuzz.sh [SECONDS]: runs all fuzz targets side by side for so long, each from its corpus.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -18,19 +18,37 @@ if [ "${#targets[@]}" = 0 ]; then
   echo "no fuzz targets"
   exit 0
 fi
-share=$(((seconds + ${#targets[@]} - 1) / ${#targets[@]}))
 mkdir -p fuzz-artifacts
-for target in "${targets[@]}"; do
-  name="$(basename "$target")"
-  say "$name, $share s"
+fuzz() { # all targets at once, each for the whole time
+  local name seeds=() directory
+  name="$(basename "$1")"
   mkdir -p "build/fuzz/corpus/$name"
-  seeds=()
   for directory in "tests/fuzz/corpus/$name" "tests/fuzz/corpus/${name#fuzz_}"; do
     if [ -d "$directory" ]; then
       seeds+=("$directory")
     fi
   done
-  "$target" -max_total_time="$share" -print_final_stats=1 -artifact_prefix="fuzz-artifacts/$name-" \
-    -rss_limit_mb=2048 -timeout=10 "build/fuzz/corpus/$name" "${seeds[@]}" 2>&1 |
-    grep -v -E '^#[0-9]+\s+(NEW|REDUCE|RELOAD)'
+  "$1" -max_total_time="$seconds" -print_final_stats=1 -artifact_prefix="fuzz-artifacts/$name-" \
+    -rss_limit_mb=2048 -timeout=10 "build/fuzz/corpus/$name" "${seeds[@]}" >"build/fuzz/$name.log" 2>&1
+}
+
+say "$seconds s: ${targets[*]##*/}"
+jobs=()
+for target in "${targets[@]}"; do
+  fuzz "$target" &
+  jobs+=($!)
 done
+status=0
+for at in "${!targets[@]}"; do
+  name="$(basename "${targets[$at]}")"
+  code=0
+  wait "${jobs[$at]}" || code=$?
+  printf '%s: exit status %s\n' "$name" "$code"
+  if [ "$code" = 0 ]; then
+    grep -E '^(Done|stat::number_of_executed_units)' "build/fuzz/$name.log"
+  else
+    tail -n 60 "build/fuzz/$name.log"
+    status=1
+  fi
+done
+exit "$status"
