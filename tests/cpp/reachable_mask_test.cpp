@@ -20,27 +20,27 @@ HitGroup window_group(std::uint32_t window, bool draft = false) {
 
 std::string picture(const ReachableMask& mask, std::uint32_t chunks) {
   std::string text;
-  for (std::uint32_t chunk = 0; chunk < chunks; ++chunk) text += mask.keeps(chunk) ? 'x' : '.';
+  for (std::uint32_t chunk = 0; chunk < chunks; ++chunk) text += mask.keeps(chunk) ? '#' : '.';
   return text;
 }
 
 TEST(ReachableMask, AWindowKeepsItsTailBeforeEveryStep) {
   // 20 tokens reach 19 back: two chunks of 16.
-  EXPECT_EQ(picture({window_group(20), kGrid}, 12), "..xx..xx..xx");
-  EXPECT_EQ(picture({window_group(20, true), kGrid}, 12), "..xxx.xxx.xx")
+  EXPECT_EQ(picture({window_group(20), kGrid}, 12), "..##..##..##");
+  EXPECT_EQ(picture({window_group(20, true), kGrid}, 12), "..###.###.##")
       << "a draft reads one chunk beyond the hit";
   EXPECT_TRUE((ReachableMask{window_group(60), kGrid}.all())) << "the tails touch each other";
 }
 
 TEST(ReachableMask, RetentionThinsTheTailsOut) {
   const ReplayBoundaries none;
-  EXPECT_EQ(picture({window_group(20), kGrid, 128, none}, 16), "......xx......xx");
+  EXPECT_EQ(picture({window_group(20), kGrid, 128, none}, 16), "......##......##");
   EXPECT_EQ(picture({window_group(20), kGrid, 0, none}, 16), "................");
   EXPECT_EQ(picture({window_group(20), kGrid, 0, replay_boundaries(150, 64, false)}, 16),
-            "......xx........")
+            "......##........")
       << "a prompt of 150 tokens is replayed from 128";
   EXPECT_EQ(picture({window_group(20), kGrid, 128, replay_boundaries(250, 64, false)}, 16),
-            "......xx..xx..xx");
+            "......##..##..##");
 }
 
 TEST(ReachableMask, OtherRulesKeepEverything) {

@@ -127,7 +127,6 @@ class WorkerSide:
 
     def take_reports(self) -> ReportMetadata | None:
         """What the scheduler has to hear."""
-        forward_log(logger)
         if not self._reports:
             return None
         reports = ReportMetadata(b"".join(self._reports))
