@@ -179,8 +179,14 @@ std::uint32_t vllm_replicas(const Projection& projection, StoreIndex index, Prob
   if (group.tp_replicated) return parallel.tp;
   const std::optional<std::uint32_t> heads = projection.model_total_kv_heads();
   if (!heads) {
-    problems.add("model_total_kv_heads", "", "the model's KV heads as the engine counts them",
-                 "key schema vllm derives from it which ranks share a key");
+    const std::vector<Problem>& told = problems.problems();
+    const bool new_to_it = std::none_of(told.begin(), told.end(), [](const Problem& problem) {
+      return problem.path == "model_total_kv_heads";
+    });
+    if (new_to_it) {
+      problems.add("model_total_kv_heads", "null", "the model's KV heads as the engine counts them",
+                   "key schema vllm derives from it which ranks share a key");
+    }
     return 1;
   }
   const std::uint32_t replicas = std::max(1u, parallel.tp / *heads);
