@@ -11,6 +11,7 @@ void bind_log(nanobind::module_& module);      // log.cpp: take_log_lines, set_l
 void bind_errors(nanobind::module_& module);   // errors.cpp: Error, its subclasses, Problem
 void bind_spec(nanobind::module_& module);     // spec.cpp: SpecRegistry
 void bind_group(nanobind::module_& module);    // group.cpp: CacheConfig, Projection, the typed ids
+void bind_hash(nanobind::module_& module);     // hash.cpp: BlockHasher
 void bind_hit(nanobind::module_& module);      // hit.cpp: HitSearch, HitGroup
 void bind_key(nanobind::module_& module);      // key.cpp: KeySchema, RankPosition
 void bind_layout(nanobind::module_& module);   // layout.cpp: CacheTensor, SegmentMap

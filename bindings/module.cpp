@@ -14,6 +14,7 @@ NB_MODULE(_core, module) {
   bind_log(module);
   bind_spec(module);
   bind_group(module);
+  bind_hash(module);
   bind_hit(module);
   bind_key(module);
   bind_layout(module);

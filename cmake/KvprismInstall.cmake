@@ -3,7 +3,7 @@ include(CMakePackageConfigHelpers)
 set(kvprism_cmake_dir "${CMAKE_INSTALL_LIBDIR}/cmake/kvprism")
 
 install(
-  TARGETS kvprism
+  TARGETS ${kvprism_libraries}
   EXPORT kvprismTargets
   LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
   ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"

@@ -4,13 +4,16 @@
 # pass it on.
 set(kvprism_python_default OFF)
 set(kvprism_extras_default ${PROJECT_IS_TOP_LEVEL})
+set(kvprism_hash_default ${PROJECT_IS_TOP_LEVEL})
 if(DEFINED SKBUILD)
   set(kvprism_python_default ON)
+  set(kvprism_hash_default ON)
   set(kvprism_extras_default OFF)
 endif()
 
 option(BUILD_SHARED_LIBS "Build kvprism as a shared library" ON)
 option(KVPRISM_BUILD_PYTHON "Build the Python extension kvprism._core" ${kvprism_python_default})
+option(KVPRISM_BUILD_HASH "Build kvprism::hash, which needs OpenSSL" ${kvprism_hash_default})
 option(KVPRISM_BUILD_TESTS "Build the C++ tests" ${kvprism_extras_default})
 option(KVPRISM_BUILD_BENCHMARKS "Build the C++ benchmarks" OFF)
 option(KVPRISM_BUILD_FUZZ "Build the fuzz targets with libFuzzer (needs clang)" OFF)

@@ -38,3 +38,36 @@ function(kvprism_target_defaults target)
   )
   target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:kvprism_flags>)
 endfunction()
+
+# Settings of the libraries that users link by name.
+function(kvprism_library_defaults target)
+  kvprism_target_defaults(${target})
+  set_target_properties(
+    ${target}
+    PROPERTIES
+      LINKER_LANGUAGE CXX
+      LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib"
+      ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib"
+  )
+  if(BUILD_SHARED_LIBS)
+    target_link_options(
+      ${target}
+      PRIVATE
+        "LINKER:--version-script,${PROJECT_SOURCE_DIR}/cmake/kvprism.map"
+        $<$<STREQUAL:${KVPRISM_SANITIZE},>:LINKER:-z,defs>
+    )
+    set_target_properties(
+      ${target}
+      PROPERTIES LINK_DEPENDS "${PROJECT_SOURCE_DIR}/cmake/kvprism.map"
+    )
+  endif()
+  # A wheel cannot hold the symbolic links of a versioned library.
+  if(NOT DEFINED SKBUILD)
+    set_target_properties(
+      ${target}
+      PROPERTIES
+        VERSION ${PROJECT_VERSION}
+        SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+    )
+  endif()
+endfunction()

@@ -3,7 +3,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
-need_packages g++ cmake ninja-build ccache libfmt-dev nlohmann-json3-dev libxxhash-dev \
+need_packages g++ cmake ninja-build ccache libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev \
   libbenchmark-dev
 
 mkdir -p build/bench/results

@@ -18,7 +18,7 @@ FLOORS = (
     ("run",),
     ("spec",),
     ("group",),
-    ("hit", "key", "layout"),
+    ("hash", "hit", "key", "layout"),
     ("wire",),
     ("job",),
     ("io",),

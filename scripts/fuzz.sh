@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 seconds="${1:-60}"
-need_packages cmake ninja-build ccache libstdc++-12-dev libfmt-dev nlohmann-json3-dev libxxhash-dev \
+need_packages cmake ninja-build ccache libstdc++-12-dev libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev \
   clang-19 libclang-rt-19-dev
 
 mkdir -p build

@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any
 
+import block_hashes
 import cases
 import kvprism
 import numpy as np
@@ -28,6 +29,7 @@ from reference import Reference
 
 HASHES = 48
 MAPS = 32
+HASHED_REQUESTS = 400
 
 Counts = collections.Counter[str]
 
@@ -514,6 +516,8 @@ def main() -> int:
     for part, found in results:
         counts.update(part)
         problems += found
+    counts["requests whose block hashes are equal"] = HASHED_REQUESTS
+    problems += block_hashes.compare(arguments.seed, HASHED_REQUESTS)
     for name, count in sorted(counts.items()):
         print(f"{name:<50} {count:>9}")
     for problem in problems:
