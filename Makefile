@@ -27,6 +27,8 @@ test: build ## C++ and Python tests
 	@bash scripts/test.sh $(PYTEST_ARGS)
 
 test-vllm: build ## Tests with the real vLLM on CPU; installs it in .venv-vllm (4 GB)
+	@bash scripts/vllm_env.sh
+	@.venv-vllm/bin/python tests/vllm/versions.py
 	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= tests/vllm $(PYTEST_ARGS)
 
 test-asan: ## C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer

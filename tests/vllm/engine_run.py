@@ -69,7 +69,12 @@ def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
         )
         hits_before = hits
     settle(llm)
-    result = {"start_seconds": started - begin, "rounds": rounds, "counters": counters(llm)}
+    result = {
+        "version": version(),
+        "start_seconds": started - begin,
+        "rounds": rounds,
+        "counters": counters(llm),
+    }
     if engine.get("ring_pieces"):
         import ring_model
 
@@ -78,6 +83,13 @@ def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
         result["rings"] = rings_in_memory(llm, pieces)
     llm.llm_engine.engine_core.shutdown()
     return result
+
+
+def version() -> str:
+    """What the package says, since several versions share one environment."""
+    from vllm.version import __version_tuple__
+
+    return ".".join(str(part) for part in __version_tuple__[:3])
 
 
 def settle(llm: Any) -> None:

@@ -340,3 +340,35 @@ def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
             engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=reports))
             if worker.counters()["jobs_alive"] == 0:
                 return all_results
+
+
+# What runners of vLLM 0.30 to 0.33 call in a step, after they have bound its metadata.
+ORDERS = {
+    "plain": ("submit", "results", "clear"),
+    "with a drafter": ("results", "submit", "clear"),
+    "without forward in 0.30": ("results", "clear"),
+    "an inner pipeline rank with a drafter": ("results",),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_every_order_of_calls_submits_a_plan_once(
+    engine: Engine, mooncake: LocalMooncake, described: Any, order: tuple[str, ...]
+) -> None:
+    request = engine.request(f"order-{order}", [len(order), *TOKENS[1:]])
+    engine.allocate(request, len(TOKENS))
+    metadata = engine.step(**{request.request_id: len(TOKENS)})
+    assert metadata.plan
+    worker = make_worker(mooncake, configuration(), described)
+    worker.bind(metadata)
+    assert worker.counters()["jobs"] == 0, "draft layers of the step are not written yet"
+    for call in order:
+        before = worker.counters()["jobs"]
+        {"submit": worker.submit, "results": worker.take_results, "clear": worker.clear}[call]()
+        if call == "results":
+            assert worker.counters()["jobs"] == before, "collecting results submits nothing"
+    worker.bind(StepMetadata())
+    worker.submit()
+    worker.clear()
+    assert worker.counters()["jobs"] == 1
+    worker.close()

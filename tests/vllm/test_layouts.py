@@ -16,8 +16,12 @@ BLOCKS, POSITIONS, HEADS, HEAD = 5, 8, 2, 3
 def engine(layout: str, specs: dict[str, Any]) -> tuple[Any, Any]:
     """vLLM's KVCacheConfig for the layers, and an allocation of its size, each byte a number."""
     import torch
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -30,8 +34,8 @@ def engine(layout: str, specs: dict[str, Any]) -> tuple[Any, Any]:
         speculative_config=None,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="any")),
     )
-    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
-    made = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, 1 << 30)
+    groups = planning.get_kv_cache_groups(config, specs)
+    made = planning.get_kv_cache_config_from_groups(config, groups, 1 << 30)
     raw = torch.randint(0, 256, (made.kv_cache_tensors[0].size,), dtype=torch.uint8)
     return made, raw.view(torch.int8)
 

@@ -34,6 +34,16 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# Attributes that vLLM 0.30 does not have yet, and what it does without them.
+_SINCE_0_31 = {"max_tp_shards": None, "dcp_sharded": True, "bounded_replay": False}
+
+
+def _attribute(spec: Any, name: str) -> Any:
+    if name in _SINCE_0_31:
+        return getattr(spec, name, _SINCE_0_31[name])
+    return getattr(spec, name)
+
+
 def _attention(spec: Any, kind: str, *more: str) -> Fields:
     """Keys of every attention spec, and the named ones, which have vLLM's own names."""
     per_state = spec.tokens_per_state
@@ -46,16 +56,16 @@ def _attention(spec: Any, kind: str, *more: str) -> Fields:
         "compression": compression,
         "states_per_token": states_per_token,
         "num_kv_heads": spec.num_kv_heads,
-        "max_tp_shards": spec.max_tp_shards,
+        "max_tp_shards": _attribute(spec, "max_tp_shards"),
         "head_size": spec.head_size,
         "head_size_v": spec.head_size_v,
         "dtype": _dtype(spec.dtype),
         "cache_dtype": _cache_dtype(spec),
         "num_head_slots": spec.num_head_slots,
         "state_content_bytes": spec.state_content_bytes,
-        "dcp_sharded": spec.dcp_sharded,
+        "dcp_sharded": _attribute(spec, "dcp_sharded"),
     }
-    return fields | {name: getattr(spec, name) for name in more}
+    return fields | {name: _attribute(spec, name) for name in more}
 
 
 def _cache_dtype(spec: Any) -> str:
@@ -110,6 +120,7 @@ _TRANSLATORS: dict[str, Callable[[Any], Fields]] = {
     "SlidingWindowSpec": _window("sliding_window"),
     "SlidingWindowMLASpec": _window("sliding_window_mla", "bounded_replay"),
     "CircularBufferSpec": _plain("circular_buffer"),
+    "KpoolTailSpec": _plain("circular_buffer"),  # as vLLM 0.30 and 0.31 call such a ring
     "MambaSpec": _mamba,
     "EncoderOnlyAttentionSpec": _plain("encoder_only_attention"),
     "CrossAttentionSpec": _plain("cross_attention"),
