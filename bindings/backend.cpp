@@ -28,25 +28,16 @@ namespace {
 using namespace nb::literals;
 
 Counters to_counters(const BlockingStoreCounters& c) {
-  return {{"put_calls", c.put_calls},
-          {"put_items", c.put_items},
-          {"put_bytes", c.put_bytes},
-          {"get_calls", c.get_calls},
-          {"get_items", c.get_items},
-          {"get_bytes", c.get_bytes},
-          {"exists_calls", c.exists_calls},
-          {"exists_items", c.exists_items},
-          {"queue_full", c.queue_full},
-          {"circuit_open", c.circuit_open},
-          {"expired", c.expired},
-          {"late_calls", c.late_calls},
-          {"stuck_calls", c.stuck_calls},
-          {"unquiet_calls", c.unquiet_calls},
-          {"failed_attempts", c.failed_attempts},
-          {"replacements", c.replacements},
-          {"unquiet_now", c.unquiet_now},
-          {"retired_now", c.retired_now},
-          {"usable", c.usable ? 1u : 0u}};
+  return {{"put_calls", c.put_calls},         {"put_items", c.put_items},
+          {"put_bytes", c.put_bytes},         {"get_calls", c.get_calls},
+          {"get_items", c.get_items},         {"get_bytes", c.get_bytes},
+          {"exists_calls", c.exists_calls},   {"exists_items", c.exists_items},
+          {"remove_calls", c.remove_calls},   {"queue_full", c.queue_full},
+          {"circuit_open", c.circuit_open},   {"expired", c.expired},
+          {"late_calls", c.late_calls},       {"stuck_calls", c.stuck_calls},
+          {"unquiet_calls", c.unquiet_calls}, {"failed_attempts", c.failed_attempts},
+          {"replacements", c.replacements},   {"unquiet_now", c.unquiet_now},
+          {"retired_now", c.retired_now},     {"usable", c.usable ? 1u : 0u}};
 }
 
 Counters to_counters(const MemoryPoolCounters& c) {

@@ -22,6 +22,11 @@ class LockedStore final : public ObjectStore, public ObjectIndex {
     const auto held = lock();
     return index_->start_exists(op, batch, now, deadline);
   }
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                    Instant now, Instant deadline) override {
+    const auto held = lock();
+    return index_->start_remove(op, batch, removal, now, deadline);
+  }
   bool poll_index(Instant now, Completion& out) override {
     const auto held = lock();
     return index_->poll_index(now, out);

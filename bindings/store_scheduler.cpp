@@ -103,6 +103,11 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["reports_foreign"] = c.reports_foreign;
   out["reports_malformed"] = c.reports_malformed;
   out["chunks_avoided"] = c.chunks_avoided;
+  out["mismatches"] = c.mismatches;
+  out["objects_removed"] = c.objects_removed;
+  out["removals_failed"] = c.removals_failed;
+  out["purges"] = c.purges;
+  out["objects_purged"] = c.objects_purged;
   out["bypasses"] = c.bypasses;
   out["ledger"] = ledger;
   return out;
@@ -165,8 +170,8 @@ flat bytes. Both are copied before the call returns.)")
              double load_timeout_seconds, double save_timeout_seconds,
              double quarantine_after_seconds, bool detach_quarantined_loads,
              std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
-             double avoid_failed_for_seconds, std::uint32_t max_held_percent,
-             std::uint32_t hash_width) {
+             double avoid_failed_for_seconds, double purge_settle_seconds,
+             std::uint32_t max_held_percent, std::uint32_t hash_width) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.loads = loads;
@@ -186,6 +191,7 @@ flat bytes. Both are copied before the call returns.)")
             options.max_held_percent = max_held_percent;
             options.avoid_failed_for =
                 to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
+            options.purge_settle = to_duration(purge_settle_seconds, "purge_settle_seconds");
             new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
@@ -193,7 +199,8 @@ flat bytes. Both are copied before the call returns.)")
           "load_timeout_seconds"_a = 20.0, "save_timeout_seconds"_a = 60.0,
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
-          "avoid_failed_for_seconds"_a = 5.0, "max_held_percent"_a = 100, "hash_width"_a = 32,
+          "avoid_failed_for_seconds"_a = 5.0, "purge_settle_seconds"_a = 12.0,
+          "max_held_percent"_a = 100, "hash_width"_a = 32,
           R"(Takes the index side of `store`.
 
 Args:
@@ -212,6 +219,7 @@ Args:
     backoff_seconds: Length of that pause.
     saved_fresh_for_seconds: What was saved is not saved again for this long.
     avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
+    purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
     max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
 
@@ -242,6 +250,29 @@ Raises:
       .def_prop_ro(
           "mode", [](BoundScheduler& b) { return std::string(to_string(Use(b)->mode())); },
           "The mode in force.")
+      .def(
+          "purge", [](BoundScheduler& b) { Use(b)->purge(monotonic_now()); },
+          R"(Removes every object whose key begins as this scheduler's keys do, and no other.
+
+From now on nothing is looked up, loaded or saved until it is done, which the following steps see to: first jobs in
+flight end, on every rank. A load that is overtaken fails as a whole. What requests of now have computed is not saved
+any more. Objects that another engine reads or looks up meanwhile stay: purge on all engines of the namespace.)")
+      .def(
+          "purge_status",
+          [](BoundScheduler& b) {
+            const PurgeStatus status = Use(b)->purge_status();
+            nb::dict out;
+            out["state"] = std::string(to_string(status.state));
+            out["removed"] = status.removed;
+            out["passes"] = status.passes;
+            return out;
+          },
+          nb::sig("def purge_status(self) -> dict[str, str | int]"),
+          R"(How far the last purge is.
+
+Returns:
+    "state": "none", "draining" (jobs in flight end), "removing", "waiting" (for leases, or for a store that does not
+    answer) or "done"; "removed" objects; "passes" over the store.)")
       .def(
           "restrict",
           [](BoundScheduler& b, std::uint64_t request, bool load, bool save) {

@@ -49,6 +49,13 @@ class BlockingMemoryClient final : public BlockingClient {
   CallEnd exists(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
     return call(batch, results, &MemoryStore::start_exists, &MemoryStore::poll_index);
   }
+  CallEnd remove(const ObjectBatch& batch, const Removal& removal,
+                 std::span<ItemResult> results) noexcept override {
+    const auto start = [&](OpId op, std::unique_ptr<ObjectBatch>& copy) {
+      store_.start_remove(op, copy, removal, Instant{0}, Instant{1});
+    };
+    return run(batch, results, start, &MemoryStore::poll_index);
+  }
   CallEnd put(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
     return call(batch, results, &MemoryStore::start_put, &MemoryStore::poll_store);
   }
@@ -68,12 +75,19 @@ class BlockingMemoryClient final : public BlockingClient {
  private:
   template <class Start, class Poll>
   CallEnd call(const ObjectBatch& batch, std::span<ItemResult> results, Start start, Poll poll) {
+    const auto started = [&](OpId op, std::unique_ptr<ObjectBatch>& copy) {
+      (store_.*start)(op, copy, Instant{0}, Instant{1});
+    };
+    return run(batch, results, started, poll);
+  }
+  template <class Start, class Poll>
+  CallEnd run(const ObjectBatch& batch, std::span<ItemResult> results, Start start, Poll poll) {
     const std::lock_guard lock(mutex_);
     auto copy = std::make_unique<ObjectBatch>();
     for (const std::string& key : batch.keys.strings()) copy->keys.append() = key;
     copy->segments = batch.segments;
     copy->ends = batch.ends;
-    (store_.*start)(OpId{1}, copy, Instant{0}, Instant{1});
+    start(OpId{1}, copy);
     Completion done;
     (store_.*poll)(Instant{0}, done);
     std::copy(done.items.begin(), done.items.end(), results.begin());

@@ -171,6 +171,14 @@ class StoreConformance : public testing::TestWithParam<StoreFactory> {
     return statuses(wait(op));
   }
 
+  std::vector<ItemResult> remove(const std::vector<std::string>& keys, const Removal& removal) {
+    auto batch = std::make_unique<ObjectBatch>();
+    for (const std::string& name : keys) batch->keys.append() = name;
+    const OpId op = next();
+    EXPECT_TRUE(test_.index->start_remove(op, batch, removal, test_.now(), far()));
+    return wait(op).items;
+  }
+
   using S = std::vector<ItemStatus>;
   StoreUnderTest test_;
   std::shared_ptr<std::byte> memory_;
@@ -276,6 +284,46 @@ TEST_P(StoreConformance, InvalidBesideValid) {
             (S{ItemStatus::kInvalid, ItemStatus::kOk}));
   EXPECT_TRUE(holds(1024, 64, 1));
   EXPECT_EQ(foreign, std::vector<std::byte>(64));
+}
+
+TEST_P(StoreConformance, RemovedObjectsAreGoneAndOthersStay) {
+  fill(0, 256, 1);
+  put({{key("a"), {{at(0), 64}}}, {key("b"), {{at(64), 64}}}, {key("c"), {{at(128), 64}}}});
+  EXPECT_EQ(remove({key("a"), key("none"), key("c")}, {}),
+            (std::vector<ItemResult>{
+                {ItemStatus::kOk, 1}, {ItemStatus::kMissing, 0}, {ItemStatus::kOk, 1}}));
+  EXPECT_EQ(exists({key("a"), key("b"), key("c")}),
+            (S{ItemStatus::kMissing, ItemStatus::kOk, ItemStatus::kMissing}));
+  // What is gone can be put again, with other bytes and another size.
+  fill(0, 256, 9);
+  EXPECT_EQ(put({{key("a"), {{at(0), 96}}}}), (S{ItemStatus::kOk}));
+  EXPECT_EQ(get({{key("a"), {{at(4096), 96}}}}), (S{ItemStatus::kOk}));
+  EXPECT_TRUE(holds(4096, 96, 9));
+}
+
+TEST_P(StoreConformance, APrefixIsTextAndNotAPattern) {
+  fill(0, 64, 1);
+  const std::string mine = key("a.b+(c)[d]{e}|f$^*?\\@tp_rank:");
+  const std::string others[] = {key("aXb+(c)[d]{e}|f$^*?\\@tp_rank:1"), "x" + mine + "1",
+                                mine.substr(0, mine.size() - 1), key("a")};
+  std::vector<std::pair<std::string, std::vector<Segment>>> items;
+  for (const char* name : {"1", "2", "3"}) items.push_back({mine + name, {{at(0), 64}}});
+  for (const std::string& name : others) items.push_back({name, {{at(0), 64}}});
+  put(items);
+  EXPECT_EQ(remove({mine}, {true, false}), (std::vector<ItemResult>{{ItemStatus::kOk, 3}}));
+  EXPECT_EQ(exists({mine + "1", mine + "2", mine + "3"}),
+            (S{ItemStatus::kMissing, ItemStatus::kMissing, ItemStatus::kMissing}));
+  EXPECT_EQ(exists({others[0], others[1], others[2], others[3]}),
+            (S{ItemStatus::kOk, ItemStatus::kOk, ItemStatus::kOk, ItemStatus::kOk}));
+  EXPECT_EQ(remove({mine}, {true, false}), (std::vector<ItemResult>{{ItemStatus::kOk, 0}}));
+}
+
+TEST_P(StoreConformance, NoPrefixIsNotEverything) {
+  fill(0, 64, 1);
+  put({{key("a"), {{at(0), 64}}}});
+  EXPECT_EQ(remove({""}, {true, true}), (std::vector<ItemResult>{{ItemStatus::kInvalid, 0}}));
+  EXPECT_EQ(remove({""}, {}), (std::vector<ItemResult>{{ItemStatus::kInvalid, 0}}));
+  EXPECT_EQ(exists({key("a")}), (S{ItemStatus::kOk}));
 }
 
 TEST_P(StoreConformance, EmptyBatch) {

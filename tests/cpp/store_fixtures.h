@@ -119,6 +119,12 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
                     Instant deadline) override {
     return start(lookups, op, batch, deadline);
   }
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal, Instant,
+                    Instant deadline) override {
+    if (!start(removals, op, batch, deadline)) return false;
+    removal_kinds.push_back(removal);
+    return true;
+  }
   bool start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant, Instant deadline) override {
     return start(puts, op, batch, deadline);
   }
@@ -163,6 +169,17 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     }
     end_lookup(std::move(statuses));
   }
+  // Ends the oldest removal, each key with `result`.
+  void end_removal(ItemResult result) {
+    Started started = take(removals);
+    removal_kinds.pop_front();
+    Completion end;
+    end.op = started.op;
+    end.outcome = end.quiet = true;
+    end.items.assign(started.batch->keys.size(), result);
+    end.batch = std::move(started.batch);
+    lookup_ends.push_back(std::move(end));
+  }
   void end_put(std::map<std::size_t, ItemStatus> bad = {}, bool quiet = true) {
     end(puts, std::move(bad), quiet);
   }
@@ -179,7 +196,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     store_ends.push_back(std::move(end));
   }
 
-  std::deque<Started> lookups, puts, gets, unquiet;
+  std::deque<Removal> removal_kinds;  // of `removals`
+  std::deque<Started> lookups, removals, puts, gets, unquiet;
   std::deque<Completion> lookup_ends, store_ends;
   std::map<std::string, int> present;
   std::vector<Region> regions;

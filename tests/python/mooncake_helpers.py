@@ -23,13 +23,25 @@ def prompt(number: int) -> list[int]:
 class Engine(Rank):
     """A scheduler and a worker with connections of their own, as in two processes."""
 
-    def __init__(self, mooncake: LocalMooncake, **options: Any) -> None:
+    def __init__(
+        self,
+        mooncake: LocalMooncake,
+        *,
+        model: str = "model",
+        scheduler: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         def connect() -> kvprism.ObjectStore:
             return kvprism.mooncake_store(master=mooncake.master, **options)
 
         # An answer must come, however slow the machine, and saving must not pause.
         super().__init__(
-            store=connect(), index=connect(), lookup_timeout_seconds=BOUND, backoff_after=10_000
+            store=connect(),
+            index=connect(),
+            model=model,
+            lookup_timeout_seconds=BOUND,
+            backoff_after=10_000,
+            **(scheduler or {}),
         )
         self.memory[:] = np.random.default_rng(3).integers(
             256, size=self.memory.shape, dtype=np.uint8

@@ -43,7 +43,7 @@ class Rank:
 
     def __init__(self, pool: kvprism.MemoryPool | None = None, **options: Any) -> None:
         self.projection = projection()
-        self.schema = schema(self.projection)
+        self.schema = schema(self.projection, options.pop("model", "model"))
         page = self.projection.groups()[0].page_size_bytes
         self.memory: npt.NDArray[np.uint8] = np.zeros(
             (len(LAYERS), NUM_BLOCKS, page), dtype=np.uint8

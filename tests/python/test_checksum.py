@@ -66,6 +66,16 @@ def main() -> int:
             "failed": [block.block for block in end.failed],
             "same": same.tolist(),
         }
+        # The object is removed, so that the next save replaces it.
+        counters = engine.scheduler.counters
+        while counters()["objects_removed"] + counters()["removals_failed"] < (not end.complete):
+            engine.request()
+            engine.scheduler.end_step()
+        result["mismatches"] = counters()["mismatches"]
+        result["removed"] = counters()["objects_removed"]
+        if not end.complete:
+            result["stored_again"] = engine.stored(prompt(1))
+        result["right_again"] = engine.loads_right(prompt(1))
         assert engine.holds_nothing()
         engine.close()
     print(json.dumps(result))
@@ -93,12 +103,17 @@ def test_a_damaged_object_is_a_failed_block() -> None:
     assert result["complete"] is False
     assert result["failed"] == [TARGETS[DAMAGED]]
     assert result["valid_tokens"] == DAMAGED * BLOCK
+    assert (result["mismatches"], result["removed"]) == (1, 1)
+    assert result["stored_again"] == 2, "the first block is known to be there"
+    assert result["right_again"] is True
 
 
 def test_without_checksums_it_is_taken_for_what_it_was() -> None:
     result = run(MOONCAKE_STORE_CHECKSUM="0")
     assert result["complete"] is True
     assert result["same"] == [True, False, True]
+    assert (result["mismatches"], result["removed"]) == (0, 0)
+    assert result["right_again"] is False
 
 
 if __name__ == "__main__":

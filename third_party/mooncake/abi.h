@@ -53,6 +53,8 @@ struct StoreFunctions {
   std::vector<int> (*batch_is_exist)(NativeClient*, const Strings& keys) = nullptr;
   std::int64_t (*get_size)(NativeClient*, const std::string& key) = nullptr;
   int (*remove)(NativeClient*, const std::string& key, bool force) = nullptr;
+  // The number of objects removed. Skips what has a lease or is not complete, unless forced.
+  long (*remove_by_regex)(NativeClient*, const std::string& pattern, bool force) = nullptr;
   int (*health_check)(NativeClient*) = nullptr;
   int (*tear_down_all)(NativeClient*) = nullptr;
 };

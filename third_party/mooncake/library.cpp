@@ -52,6 +52,8 @@ constexpr std::array kSymbols = {
            offsetof(StoreFunctions, get_size)},
     Symbol{"_ZN8mooncake10RealClient6removeERK" KVPRISM_STRING "b",
            offsetof(StoreFunctions, remove)},
+    Symbol{"_ZN8mooncake10RealClient13removeByRegexERK" KVPRISM_STRING "b",
+           offsetof(StoreFunctions, remove_by_regex)},
     Symbol{"_ZN8mooncake10RealClient12health_checkEv", offsetof(StoreFunctions, health_check)},
     Symbol{"_ZN8mooncake10RealClient11tearDownAllEv", offsetof(StoreFunctions, tear_down_all)},
 };

@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -68,6 +69,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     OpId op{};
     std::unique_ptr<ObjectBatch> batch;
     TimePoint deadline;
+    std::optional<Removal> removal;  // of the lookup kind: removes instead of asking
   };
 
   // An operation whose outcome was reported while native code may still use its memory.
@@ -94,7 +96,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     std::unique_ptr<ObjectBatch> batch;
     std::vector<ItemResult> results;  // written by the native call
     TimePoint began;
-    TimePoint deadline;      // of its operation
+    TimePoint deadline;  // of its operation
+    std::optional<Removal> removal;
     bool late = false;       // still inside the call then: its kind takes nothing until it returns
     bool abandoned = false;  // its outcome was reported before the call returned
     std::shared_ptr<Generation> generation;
@@ -189,8 +192,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // ---- calls ----
 
-  bool start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
-             Instant deadline);
+  bool start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline,
+             const std::optional<Removal>& removal = {});
   bool poll(Side side, Completion& out);
   bool idle(Side side) const;
   // No client will be made any more, and the present one goes.

@@ -45,6 +45,7 @@ void BlockingStore::Core::serve(const std::shared_ptr<Generation>& generation, K
     call->results.resize(call->batch->keys.size());
     call->began = now;
     call->deadline = request.deadline;
+    call->removal = request.removal;
     call->generation = generation;
     running.push_back(call);
     ++generation->busy;
@@ -74,6 +75,7 @@ CallEnd BlockingStore::Core::perform(BlockingClient& client, Running& call) noex
     case kLook:
       break;
   }
+  if (call.removal) return client.remove(*call.batch, *call.removal, call.results);
   return client.exists(*call.batch, call.results);
 }
 
@@ -89,6 +91,10 @@ void BlockingStore::Core::count(const Running& call) noexcept {
       counters.get_items += items;
       return;
     case kLook:
+      if (call.removal) {
+        ++counters.remove_calls;
+        return;
+      }
       ++counters.exists_calls;
       counters.exists_items += items;
       return;

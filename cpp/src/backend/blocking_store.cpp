@@ -56,7 +56,8 @@ void BlockingStore::Core::abandon(Running& call, ItemStatus status) {
 }
 
 bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch,
-                                Instant now, Instant deadline) {
+                                Instant now, Instant deadline,
+                                const std::optional<Removal>& removal) {
   if (in_child() || batch == nullptr) return false;
   const Lock lock(mutex);
   if (closed[side_of(kind)] || finished) return false;
@@ -82,7 +83,7 @@ bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>
     return true;
   }
   const TimePoint limit = after(Clock::now(), deadline - now);
-  queues[kind].push_back({op, std::move(batch), limit});
+  queues[kind].push_back({op, std::move(batch), limit, removal});
   lane_wakes[kind].notify_all();
   if (limit < care_wake) wake_care();
   return true;
@@ -309,6 +310,11 @@ CloseReport BlockingStore::close_store(Duration budget) { return core_->close(kS
 bool BlockingStore::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                                  Instant deadline) {
   return core_->start(kLook, op, batch, now, deadline);
+}
+
+bool BlockingStore::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch,
+                                 const Removal& removal, Instant now, Instant deadline) {
+  return core_->start(kLook, op, batch, now, deadline, removal);
 }
 
 bool BlockingStore::poll_index(Instant, Completion& out) { return core_->poll(kIndex, out); }

@@ -14,12 +14,17 @@ namespace {
 
 using detail::SeededRandom;
 
-enum class Kind : std::uint8_t { kExists, kPut, kGet };
+enum class Kind : std::uint8_t { kExists, kRemove, kPut, kGet };
+
+constexpr bool of_index(Kind kind) noexcept {
+  return kind == Kind::kExists || kind == Kind::kRemove;
+}
 
 struct Befalls {
   bool exists;
   bool put;
   bool get;
+  bool remove = false;
 };
 
 constexpr Befalls befalls(FaultKind kind) noexcept {
@@ -47,13 +52,25 @@ constexpr Befalls befalls(FaultKind kind) noexcept {
     case FaultKind::kLookupLate:
     case FaultKind::kLookupRefused:
       return {true, false, false};
+    case FaultKind::kRemoveFailed:
+      return {false, false, false, true};
   }
   return {false, false, false};
 }
 
 constexpr bool befalls(FaultKind fault, Kind kind) noexcept {
   const Befalls which = befalls(fault);
-  return kind == Kind::kExists ? which.exists : kind == Kind::kPut ? which.put : which.get;
+  switch (kind) {
+    case Kind::kExists:
+      return which.exists;
+    case Kind::kRemove:
+      return which.remove;
+    case Kind::kPut:
+      return which.put;
+    case Kind::kGet:
+      break;
+  }
+  return which.get;
 }
 
 // The status of items that are not passed on at all.
@@ -64,6 +81,7 @@ std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
       return ItemStatus::kFailed;
     case FaultKind::kUnavailable:
     case FaultKind::kLookupFailed:
+    case FaultKind::kRemoveFailed:
       return ItemStatus::kUnavailable;
     case FaultKind::kVanished:
       return ItemStatus::kMissing;
@@ -78,7 +96,7 @@ std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
 
 constexpr bool whole_call(FaultKind fault) noexcept {
   return fault == FaultKind::kFailCall || fault == FaultKind::kUnavailable ||
-         fault == FaultKind::kLookupFailed;
+         fault == FaultKind::kLookupFailed || fault == FaultKind::kRemoveFailed;
 }
 
 // Faults that change what arrived, after it has.
@@ -92,10 +110,10 @@ constexpr bool changes_result(FaultKind fault) noexcept {
 
 std::string_view to_string(FaultKind kind) noexcept {
   static constexpr std::array<std::string_view, kNumFaultKinds> kNames{
-      "fail call",  "fail items",    "unavailable", "delay",         "hang",
-      "land late",  "refuse",        "truncate",    "corrupt",       "silent corrupt",
-      "late quiet", "vanished",      "not ready",   "lease lost",    "no space",
-      "duplicate",  "lookup failed", "lookup late", "lookup refused"};
+      "fail call",  "fail items",    "unavailable", "delay",          "hang",
+      "land late",  "refuse",        "truncate",    "corrupt",        "silent corrupt",
+      "late quiet", "vanished",      "not ready",   "lease lost",     "no space",
+      "duplicate",  "lookup failed", "lookup late", "lookup refused", "remove failed"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNames.size() ? kNames[at] : "unknown";
 }
@@ -106,6 +124,7 @@ struct FaultInjector::Impl {
   struct Operation {
     OpId id{};
     Kind kind{};
+    Removal removal;
     Phase phase = Phase::kWaiting;
     std::optional<FaultKind> fault;
     std::unique_ptr<ObjectBatch> batch;  // the caller's, while the inner store has not got it
@@ -154,9 +173,9 @@ struct FaultInjector::Impl {
         1 + random.below(static_cast<std::uint64_t>(std::max<std::int64_t>(most.ns, 1))))};
   }
 
-  bool start(Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now,
-             Instant deadline) {
-    Side& side = kind == Kind::kExists ? lookups : stores;
+  bool start(Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now, Instant deadline,
+             const Removal& removal = {}) {
+    Side& side = of_index(kind) ? lookups : stores;
     if (side.closed) return false;
     const std::optional<FaultKind> fault = draw(kind);
     if (fault == FaultKind::kRefuse || fault == FaultKind::kLookupRefused) {
@@ -165,11 +184,12 @@ struct FaultInjector::Impl {
     }
     if (!fault) {
       // Nothing to add: the inner store's own refusal is the caller's.
-      return pass_on(side, kind, id, batch, now, deadline);
+      return pass_on(side, kind, id, batch, now, deadline, removal);
     }
     Operation& op = side.operations.emplace_back();
     op.id = id;
     op.kind = kind;
+    op.removal = removal;
     op.fault = fault;
     op.batch = std::move(batch);
     op.items.resize(op.batch->keys.size());
@@ -197,10 +217,10 @@ struct FaultInjector::Impl {
   }
 
   bool pass_on(Side& side, Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now,
-               Instant deadline) {
+               Instant deadline, const Removal& removal) {
     const std::uint64_t inner = next_inner++;
     const std::size_t items = batch->keys.size();
-    if (!start_inner(kind, inner, batch, now, deadline)) return false;
+    if (!start_inner(kind, inner, batch, now, deadline, removal)) return false;
     Operation& op = side.operations.emplace_back();
     op.id = id;
     op.kind = kind;
@@ -212,8 +232,10 @@ struct FaultInjector::Impl {
   }
 
   bool start_inner(Kind kind, std::uint64_t inner, std::unique_ptr<ObjectBatch>& batch, Instant now,
-                   Instant deadline) {
+                   Instant deadline, const Removal& removal) {
     switch (kind) {
+      case Kind::kRemove:
+        return index->start_remove(OpId{inner}, batch, removal, now, deadline);
       case Kind::kExists:
         return index->start_exists(OpId{inner}, batch, now, deadline);
       case Kind::kPut:
@@ -237,7 +259,7 @@ struct FaultInjector::Impl {
       }
       op.passed.push_back(static_cast<std::uint32_t>(i));
       op.part->keys.append() = op.batch->keys[i];
-      if (op.kind == Kind::kExists) continue;
+      if (of_index(op.kind)) continue;
       const std::uint32_t first = i == 0 ? 0 : op.batch->ends[i - 1];
       op.part->segments.insert(op.part->segments.end(), op.batch->segments.begin() + first,
                                op.batch->segments.begin() + op.batch->ends[i]);
@@ -279,7 +301,7 @@ struct FaultInjector::Impl {
       const std::uint64_t inner = next_inner++;
       // A get that lands late has missed every deadline already.
       const Instant deadline = op.told ? Instant{INT64_MAX} : op.deadline;
-      if (start_inner(op.kind, inner, op.partial ? op.part : op.batch, now, deadline)) {
+      if (start_inner(op.kind, inner, op.partial ? op.part : op.batch, now, deadline, op.removal)) {
         op.phase = Phase::kInner;
         by_inner.emplace(inner, at);
       } else if (now >= deadline) {
@@ -462,6 +484,10 @@ void FaultInjector::release_hung() {
 bool FaultInjector::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                                  Instant deadline) {
   return impl_->start(Kind::kExists, op, batch, now, deadline);
+}
+bool FaultInjector::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch,
+                                 const Removal& removal, Instant now, Instant deadline) {
+  return impl_->start(Kind::kRemove, op, batch, now, deadline, removal);
 }
 bool FaultInjector::poll_index(Instant now, Completion& out) {
   return impl_->poll(impl_->lookups, now, out);

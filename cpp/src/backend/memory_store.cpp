@@ -119,6 +119,26 @@ struct MemoryPool::Impl {
     return ItemStatus::kOk;
   }
 
+  ItemResult remove(const std::string& key, const Removal& removal) {
+    const std::lock_guard lock(mutex);
+    const auto may_go = [&](const Object& object) { return object.version != 0 || removal.leased; };
+    if (!removal.prefix) {
+      const auto found = by_key.find(key);
+      if (found == by_key.end()) return {ItemStatus::kMissing, 0};
+      if (!may_go(*found->second)) return {ItemStatus::kInUse, 0};
+      drop(found->second);
+      return {ItemStatus::kOk, 1};
+    }
+    std::uint64_t removed = 0;
+    for (auto at = objects.begin(); at != objects.end();) {
+      const auto object = at++;
+      if (!object->key.starts_with(key) || !may_go(*object)) continue;
+      drop(object);
+      ++removed;
+    }
+    return {ItemStatus::kOk, removed};
+  }
+
   ItemStatus find(const std::string& key, Bytes* bytes, std::uint64_t* size) {
     const std::lock_guard lock(mutex);
     const auto found = by_key.find(key);
@@ -178,11 +198,13 @@ void MemoryPool::add_unfinished(std::string_view key, std::uint64_t bytes, Insta
 }
 
 struct MemoryStore::Impl {
-  enum class Kind { kExists, kPut, kGet };
+  enum class Kind { kExists, kRemove, kPut, kGet };
+  static bool moves_bytes(Kind kind) { return kind == Kind::kPut || kind == Kind::kGet; }
 
   struct Operation {
     OpId id{};
     Kind kind{};
+    Removal removal;
     std::unique_ptr<ObjectBatch> batch;
     std::vector<ItemResult> items;
     Instant started{};
@@ -203,12 +225,12 @@ struct MemoryStore::Impl {
   Side store;
 
   bool start(Side& side, Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
-             Instant deadline) {
+             Instant deadline, const Removal& removal = {}) {
     side.latest = std::max(side.latest, now);
     if (side.closed) return false;
     if (options.max_operations != 0 && side.operations.size() >= options.max_operations)
       return false;
-    Operation operation{op, kind, std::move(batch), {}, now, now + options.latency, false};
+    Operation operation{op, kind, removal, std::move(batch), {}, now, now + options.latency, false};
     operation.items.resize(operation.batch->keys.size(), {ItemStatus::kOk, 0});
     if (now >= deadline) {
       settle(operation, ItemStatus::kTimedOut);
@@ -230,11 +252,11 @@ struct MemoryStore::Impl {
     std::uint64_t bytes = 0;
     for (std::size_t i = 0; i < operation.items.size(); ++i) {
       ItemResult& item = operation.items[i];
-      if (batch.keys[i].empty() || (operation.kind != Kind::kExists && !valid(batch, i, bytes))) {
+      if (batch.keys[i].empty() || (moves_bytes(operation.kind) && !valid(batch, i, bytes))) {
         item.status = ItemStatus::kInvalid;
         continue;
       }
-      if (operation.kind == Kind::kExists) continue;
+      if (!moves_bytes(operation.kind)) continue;
       const std::uint64_t size = item_bytes(batch, i);
       bytes += size;
       if (operation.kind == Kind::kPut) item.status = pool->impl_->begin(batch.keys[i], size, now);
@@ -265,6 +287,9 @@ struct MemoryStore::Impl {
       switch (operation.kind) {
         case Kind::kExists:
           item.status = pool->impl_->find(batch.keys[i], nullptr, nullptr);
+          break;
+        case Kind::kRemove:
+          item = pool->impl_->remove(batch.keys[i], operation.removal);
           break;
         case Kind::kPut:
           item = put(batch, i);
@@ -349,6 +374,10 @@ MemoryStore::~MemoryStore() = default;
 bool MemoryStore::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                                Instant deadline) {
   return impl_->start(impl_->index, Impl::Kind::kExists, op, batch, now, deadline);
+}
+bool MemoryStore::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                               Instant now, Instant deadline) {
+  return impl_->start(impl_->index, Impl::Kind::kRemove, op, batch, now, deadline, removal);
 }
 bool MemoryStore::poll_index(Instant now, Completion& out) {
   return impl_->poll(impl_->index, now, out);

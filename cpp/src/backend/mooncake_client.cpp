@@ -213,6 +213,27 @@ class MooncakeClient final : public BlockingClient {
     });
   }
 
+  CallEnd remove(const ObjectBatch& batch, const Removal& removal,
+                 std::span<ItemResult> results) noexcept override {
+    CallEnd end;
+    if (refuse_all(batch, results)) return end;
+    return contained("remove", results, end, [&] {
+      for (std::size_t i = 0; i < results.size(); ++i) {
+        const std::string& key = batch.keys[i];
+        results[i] = {ItemStatus::kInvalid, 0};
+        // An empty prefix would be everybody's objects.
+        if (key.empty()) continue;
+        // After the first silence each call would wait for as long.
+        if (master_silent_.load(std::memory_order_relaxed)) {
+          results[i] = {ItemStatus::kUnavailable, 0};
+          continue;
+        }
+        results[i] = removal.prefix ? remove_prefix(key, removal.leased, end)
+                                    : remove_object(key, removal.leased, end);
+      }
+    });
+  }
+
   CallEnd put(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
     return transfer(MooncakeCall::kPut, batch, results);
   }
@@ -429,6 +450,34 @@ class MooncakeClient final : public BlockingClient {
       }
       results[arguments.items[i]] = result;
     }
+  }
+
+  ItemResult remove_object(const std::string& key, bool force, CallEnd& end) {
+    bool threw = true;
+    const int code = guarded("remove", [&] {
+      const int answer = native_functions_.remove(native_.get(), key, force);
+      threw = false;
+      return answer;
+    });
+    return removed(threw ? mooncake::kInternalError : code, end);
+  }
+
+  ItemResult remove_prefix(const std::string& prefix, bool force, CallEnd& end) {
+    const std::string pattern = detail::mooncake_prefix_pattern(prefix);
+    bool threw = true;
+    const long count = guarded("removeByRegex", [&] {
+      const long answer = native_functions_.remove_by_regex(native_.get(), pattern, force);
+      threw = false;
+      return answer;
+    });
+    ItemResult result = removed(threw ? std::int64_t{mooncake::kInternalError} : count, end);
+    if (result.status == ItemStatus::kOk) result.bytes = static_cast<std::uint64_t>(count);
+    return result;
+  }
+
+  ItemResult removed(std::int64_t code, CallEnd& end) noexcept {
+    note(code, end);
+    return detail::mooncake_item(MooncakeCall::kRemove, code, 0);
   }
 
   // A buffer larger than the object is answered with "transfer failed" before anything is

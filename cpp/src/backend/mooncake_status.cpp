@@ -16,8 +16,11 @@ constexpr std::chrono::seconds kLongCall{20};
 ItemStatus failure_of(MooncakeCall call, std::int64_t code) noexcept {
   const bool put = call == MooncakeCall::kPut;
   switch (code) {
+    case mc::kObjectHasLease:
+      return ItemStatus::kInUse;
     case mc::kReplicaNotReady:
     case mc::kReplicaBusy:
+      if (call == MooncakeCall::kRemove) return ItemStatus::kInUse;
       return put ? ItemStatus::kFailed : ItemStatus::kNotReady;
     case mc::kObjectNotFound:
     case mc::kReplicaNotFound:
@@ -56,11 +59,22 @@ ItemResult mooncake_item(MooncakeCall call, std::int64_t code, std::uint64_t exp
       return {code == 0 ? ItemStatus::kMissing : ItemStatus::kOk, 0};
     case MooncakeCall::kPut:
       return {ItemStatus::kOk, expected};
+    case MooncakeCall::kRemove:
+      return {ItemStatus::kOk, 1};
     case MooncakeCall::kGet:
       break;
   }
   const auto bytes = static_cast<std::uint64_t>(code);
   return {bytes == expected ? ItemStatus::kOk : ItemStatus::kSizeMismatch, bytes};
+}
+
+std::string mooncake_prefix_pattern(std::string_view prefix) {
+  std::string pattern = "^";
+  for (const char c : prefix) {
+    if (std::string_view("\\^$.|?*+()[]{}").find(c) != std::string_view::npos) pattern += '\\';
+    pattern += c;
+  }
+  return pattern;
 }
 
 bool mooncake_may_have_given_up(std::int64_t code, std::chrono::nanoseconds took) noexcept {

@@ -5,6 +5,11 @@ namespace kvprism {
 ObjectIndex::~ObjectIndex() = default;
 ObjectStore::~ObjectStore() = default;
 
+bool ObjectIndex::start_remove(OpId, std::unique_ptr<ObjectBatch>&, const Removal&, Instant,
+                               Instant) {
+  return false;
+}
+
 std::string_view to_string(ItemStatus status) noexcept {
   switch (status) {
     case ItemStatus::kOk:
@@ -33,6 +38,8 @@ std::string_view to_string(ItemStatus status) noexcept {
       return "timed_out";
     case ItemStatus::kCancelled:
       return "cancelled";
+    case ItemStatus::kInUse:
+      return "in_use";
   }
   return "unknown";
 }

@@ -26,6 +26,7 @@ struct KeySchema::Impl {
   std::uint32_t pcp = 1;
   std::vector<DigestFact> facts;
   std::string fingerprint;
+  std::string prefix;
   IndexedVector<StoreIndex, Group> groups;
 };
 
@@ -242,6 +243,7 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   impl->pcp = parallel.pcp;
   const std::string start =
       "kvp1/" + escaped(projection->key_namespace()) + "/" + impl->fingerprint + "/";
+  impl->prefix = start;
   for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
     Impl::Group group;
     group.tp_shards = parallel.tp;
@@ -275,6 +277,7 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
   }
   const std::string& tenant = projection->key_namespace();
   const std::string start = (tenant.empty() ? "" : tenant + "@") + model;
+  impl->prefix = start + "@tp_rank:";
   impl->facts = {{"model", model}, {"namespace", tenant}};
   for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
     Impl::Group group;
@@ -310,6 +313,7 @@ KeySchema::~KeySchema() = default;
 const Projection& KeySchema::projection() const noexcept { return *impl_->projection; }
 std::string_view KeySchema::name() const noexcept { return impl_->name; }
 const std::string& KeySchema::fingerprint() const noexcept { return impl_->fingerprint; }
+const std::string& KeySchema::prefix() const noexcept { return impl_->prefix; }
 const std::vector<DigestFact>& KeySchema::facts() const noexcept { return impl_->facts; }
 
 std::span<const RankPosition> KeySchema::shards(StoreIndex group) const noexcept {

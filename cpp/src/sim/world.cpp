@@ -35,7 +35,10 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "quarantine",
                                                                "detached load",
                                                                "partial load",
-                                                               "id reused"};
+                                                               "id reused",
+                                                               "purge",
+                                                               "purge done",
+                                                               "object removed"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";
 }
@@ -248,11 +251,13 @@ class WorldRun {
     count(WorldFault::kPreemption, stats.preemptions);
     count(WorldFault::kDetachedLoad, stats.loads_detached);
     count(WorldFault::kPartialLoad, stats.loads_partial);
+    count(WorldFault::kObjectRemoved, life_.scheduler->counters().objects_removed);
     count(WorldFault::kQuarantine, life_.scheduler->counters().ledger.quarantined);
 
     // Native code may still own parts of it.
     graveyard_.insert(graveyard_.end(), life_.memories.begin(), life_.memories.end());
     life_ = Life();
+    purging_ = false;
     live_.clear();
     leaving_.clear();
     completed_.clear();
@@ -426,7 +431,10 @@ class WorldRun {
 
   void noise_event() {
     StoreScheduler& scheduler = *life_.scheduler;
-    switch (random_.below(6)) {
+    switch (random_.below(7)) {
+      case 6:
+        if (!config_.clean && random_.chance(1, 2)) purge_event();
+        break;
       case 0: {
         trace("calls for an unknown request");
         count(WorldFault::kUnknownRequest);
@@ -476,6 +484,25 @@ class WorldRun {
         foreign_plan();
         break;
     }
+  }
+
+  void purge_event() {
+    trace("purge");
+    count(WorldFault::kPurge);
+    life_.scheduler->purge(now_);
+    life_.judge->purged();
+    purging_ = true;
+  }
+
+  // Nothing may be saved before it is done, so that whatever lies there then is older.
+  void check_purge() {
+    if (!purging_ || life_.scheduler->purge_status().active()) return;
+    purging_ = false;
+    count(WorldFault::kPurged);
+    objects_.forget_stored();
+    pool_->for_each_object([&](std::string_view key, std::span<const std::byte>) {
+      fail("purge", "an object is left: " + std::string(key));
+    });
   }
 
   // A plan that is not the next one of this worker's scheduler must be refused, whatever is wrong.
@@ -551,6 +578,7 @@ class WorldRun {
       fail(engine.substr(0, colon), engine.substr(colon + 2));
     }
     if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
+    check_purge();
     const std::string references = life_.judge->check_references();
     if (!references.empty()) fail("references", references);
     version_ = pool_->for_each_new_object_since(
@@ -575,7 +603,7 @@ class WorldRun {
 
   bool drained() const {
     return life_.engine->idle() && life_.scheduler->tracked() == 0 && queue_.empty() &&
-           channel_.empty();
+           channel_.empty() && !life_.scheduler->purge_status().active();
   }
 
   // No more work and no more faults: everything must come to its end.
@@ -665,6 +693,7 @@ class WorldRun {
   std::deque<RequestId> past_;      // ended lately
   std::vector<FinishedRequest> finished_;
   std::vector<std::string> keys_;
+  bool purging_ = false;
 };
 
 }  // namespace

@@ -119,6 +119,9 @@ FaultPlan fault_plan(SeededRandom& random) {
       plan.chance[i] = static_cast<std::uint16_t>(random.between(30, everything ? 200 : 1000));
     }
   }
+  // Removals are rare.
+  std::uint16_t& removals = plan[FaultKind::kRemoveFailed];
+  removals = static_cast<std::uint16_t>(removals * 5);
   return plan;
 }
 
@@ -147,6 +150,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   scheduler.quarantine_after = milliseconds(static_cast<std::int64_t>(random.between(5, 100)));
   scheduler.detach_quarantined_loads = random.chance(1, 2);
   scheduler.saved_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(1, 400)));
+  scheduler.purge_settle = milliseconds(static_cast<std::int64_t>(random.between(1, 40)));
   scheduler.backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
 
   StoreWorkerOptions& worker = config.worker;

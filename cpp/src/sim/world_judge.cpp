@@ -95,6 +95,10 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   return "";
 }
 
+void ObjectJudge::forget_stored() {
+  for (auto& hashes : seen_) hashes.clear();
+}
+
 bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
   for (std::size_t rank = 0; rank < ranks_; ++rank) {
     if (!seen_[stored * ranks_ + rank].contains(hash)) return false;
@@ -290,6 +294,12 @@ void JobJudge::load_ended(const LoadEnd& end) {
   if (job != jobs_.end() && end.blocks_quiet && !everywhere(job->second.quiet_delivered)) {
     fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
   }
+}
+
+void JobJudge::purged() {
+  stored_.clear();
+  holes_.clear();
+  asked_.clear();
 }
 
 void JobJudge::forget(RequestId request) {

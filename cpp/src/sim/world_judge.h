@@ -54,6 +54,9 @@ class ObjectJudge {
   std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local,
                                  std::uint32_t tokens) const;
 
+  // Nothing that was stored up to now may be offered again.
+  void forget_stored();
+
   const std::vector<GroupModel>& groups() const noexcept { return groups_; }
   std::uint64_t checked() const noexcept { return checked_; }
 
@@ -89,6 +92,8 @@ class JobJudge final : public EngineObserver {
   void set_now(Instant now) noexcept { now_ = now; }
   void set_held_channel(std::vector<WorkerReport>* channel) noexcept { channel_ = channel; }
   void set_trace(std::vector<std::string>* trace) noexcept { trace_ = trace; }
+  // A purge has begun: what was learnt of the store's content is void.
+  void purged();
   // The request of this id has ended; a later one of the same id is another one.
   void forget(RequestId request);
   bool loading(RequestId request) const;

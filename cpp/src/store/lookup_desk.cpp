@@ -45,17 +45,25 @@ std::uint64_t LookupDesk::most_keys(std::uint32_t local, std::uint32_t probed) c
   return keys;
 }
 
+std::unique_ptr<ObjectBatch> LookupDesk::take_batch() {
+  if (idle_batches_.empty()) return std::make_unique<ObjectBatch>();
+  std::unique_ptr<ObjectBatch> batch = std::move(idle_batches_.back());
+  idle_batches_.pop_back();
+  batch->clear();
+  return batch;
+}
+
+bool LookupDesk::take_removed(Removed& out) {
+  if (removed_.empty()) return false;
+  out = std::move(removed_.front());
+  removed_.erase(removed_.begin());
+  return true;
+}
+
 void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixes& avoid,
                      Instant now, Instant deadline, std::vector<Answer>& answers) {
   if (questions.empty()) return;
-  std::unique_ptr<ObjectBatch> batch;
-  if (idle_batches_.empty()) {
-    batch = std::make_unique<ObjectBatch>();
-  } else {
-    batch = std::move(idle_batches_.back());
-    idle_batches_.pop_back();
-    batch->clear();
-  }
+  std::unique_ptr<ObjectBatch> batch = take_batch();
   const bool watch = !avoid.stale(now);
   std::vector<Asked> asked;
   asked.reserve(questions.size());
@@ -129,6 +137,8 @@ void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
           answers.push_back(answer);
         }
         calls_.erase(call);
+      } else if (std::erase(removals_, completion_.op) != 0) {
+        removed_.push_back({completion_.op, std::move(completion_.items)});
       }
     }
     if (completion_.batch) idle_batches_.push_back(std::move(completion_.batch));

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kvprism/hit/hit_search.h"
@@ -33,6 +35,12 @@ struct Answer {
   bool failed = false;    // the index could not tell: counted as a miss
 };
 
+// What has become of a removal.
+struct Removed {
+  OpId op{};
+  std::vector<ItemResult> items;
+};
+
 struct LookupCounters {
   std::uint64_t calls = 0;
   std::uint64_t keys = 0;
@@ -55,8 +63,24 @@ class LookupDesk {
   // Appends the answers that have arrived.
   void poll(Instant now, std::vector<Answer>& answers);
 
+  // Removes the objects of the keys that `fill` appends; nothing when it appends none. The op that
+  // take_removed() names, or nothing when the index refuses.
+  template <class Fill>
+  std::optional<OpId> remove(const Removal& removal, Instant now, Instant deadline, Fill fill) {
+    std::unique_ptr<ObjectBatch> batch = take_batch();
+    fill(batch->keys);
+    const OpId op{next_op_++};
+    if (batch->keys.size() != 0 && index_->start_remove(op, batch, removal, now, deadline)) {
+      removals_.push_back(op);
+      return op;
+    }
+    idle_batches_.push_back(std::move(batch));
+    return std::nullopt;
+  }
+  bool take_removed(Removed& out);
+
   // Calls without an outcome.
-  std::size_t in_flight() const noexcept { return calls_.size(); }
+  std::size_t in_flight() const noexcept { return calls_.size() + removals_.size(); }
   const LookupCounters& counters() const noexcept { return counters_; }
 
  private:
@@ -76,6 +100,7 @@ class LookupDesk {
   template <class Visit>
   void for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit visit) const;
 
+  std::unique_ptr<ObjectBatch> take_batch();
   std::uint32_t hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed);
 
   std::shared_ptr<const KeySchema> schema_;
@@ -87,6 +112,8 @@ class LookupDesk {
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
+  std::vector<OpId> removals_;  // in flight: few
+  std::vector<Removed> removed_;
   std::vector<std::unique_ptr<ObjectBatch>> idle_batches_;
   Presence presence_;
   Completion completion_;

@@ -2,6 +2,7 @@
 // share one do not store it again, and those that could not be loaded (R41).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -40,6 +41,12 @@ class RecentPrefixes {
     slots_[tag & (slots_.size() - 1)] = {tag, now};
     last_ = now;
   }
+
+  void forget(std::uint64_t tag) noexcept {
+    Slot& slot = slots_[tag & (slots_.size() - 1)];
+    if (slot.tag == tag) slot = {};
+  }
+  void clear() noexcept { std::fill(slots_.begin(), slots_.end(), Slot{}); }
 
   bool contains(std::uint64_t tag, Instant now) const noexcept {
     const Slot& slot = slots_[tag & (slots_.size() - 1)];

@@ -42,6 +42,7 @@ struct Request {
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
   bool bypass = false;            // a load failed: compute instead of asking again (R41)
   bool loading = false;
+  bool purged = false;  // what it has computed is older than a purge: not to be saved
   RequestAccess access;
   Lookup lookup;
 };
@@ -53,6 +54,7 @@ struct Load {
   std::uint32_t local = 0;
   std::uint32_t hit = 0;
   bool reported = false;
+  bool overtaken = false;       // by a purge: what arrives is void
   std::vector<RunRecord> runs;  // first_id counts from the load's own ids
   std::vector<BlockId> ids;
 };
@@ -64,6 +66,16 @@ struct Save {
   // Of the prefixes that end in the range, one each S tokens; none when a chunk had no source. Of
   // hand-offs: the state marks.
   std::vector<std::uint64_t> tags;
+};
+
+// Its own removals end as the desk's others do; `op` tells them apart.
+struct Purge {
+  PurgeStatus status;
+  Instant quiet_since;  // nothing of before can renew a lease or land any more
+  Instant next_pass;
+  Instant began;  // of the pass in flight
+  OpId op{};
+  bool away = false;  // the store did not answer: told once
 };
 
 // A state that the engine handed off, until the step's plan is made.
@@ -159,6 +171,10 @@ struct StoreScheduler::Impl {
   std::vector<bool> unit_failed;
 
   StoreMode mode = StoreMode::kReadWrite;
+  detail::Purge purge;
+  detail::Removed removed;
+  // Chunks whose objects are being removed: once they are gone, a new one may be believed.
+  std::vector<std::pair<OpId, std::uint64_t>> condemned;
 
   const Projection& projection() const { return schema->projection(); }
 
@@ -169,10 +185,12 @@ struct StoreScheduler::Impl {
   }
 
   bool may_load() const {
-    return options.loads && (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
+    return options.loads && !purge.status.active() &&
+           (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
   }
   bool may_save() const {
-    return options.saves && (mode == StoreMode::kReadWrite || mode == StoreMode::kWriteOnly);
+    return options.saves && !purge.status.active() &&
+           (mode == StoreMode::kReadWrite || mode == StoreMode::kWriteOnly);
   }
 
   Request* find(RequestId id) {
@@ -239,6 +257,12 @@ struct StoreScheduler::Impl {
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
   void settle(Instant now);
+  void begin_purge(Instant now);
+  void advance_purge(Instant now);
+  void start_purge_pass(Instant now);
+  void take_removed(Instant now);
+  // Objects that no save could replace are taken away.
+  void remove_mismatched(const Request& request, const JobEvent& end, Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
   void warn_of_silence(const JobEvent& end);

@@ -41,7 +41,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     }
   }
 
-  Load load{id, request.generation, local, hit, false, {}, {}};
+  Load load{id, request.generation, local, hit, false, false, {}, {}};
   if (complete_rows) {
     const auto blocks = builder.blocks();
     job = ledger.start(JobKind::kLoad, id, blocks,
@@ -77,6 +77,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
   const Request* const request = find(load.request, load.generation);
   if (request == nullptr || end.whole) return;
+  remove_mismatched(*request, end, now);
   for (const FailedChunk& chunk : end.failed) {
     const auto status = static_cast<ItemStatus>(chunk.status);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
@@ -95,7 +96,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   result.request = load.request;
   result.job = id;
   result.blocks_quiet = quiet;
-  if (end.whole) {
+  const bool whole = end.whole || load.overtaken;
+  if (whole) {
     result.valid_tokens = load.local;
   } else if (end.failed.empty()) {
     result.valid_tokens = load.hit;
@@ -114,12 +116,12 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     }
     result.valid_tokens = search.find_loaded(loaded, load.local, load.hit);
   }
-  result.complete = !end.whole && end.failed.empty();
+  result.complete = !whole && end.failed.empty();
 
   for (const RunRecord& run : load.runs) {
     for (std::uint32_t i = 0; i < run.count && !result.complete; ++i) {
       const std::uint32_t chunk = run.first_chunk + i;
-      if (!end.whole && !is_failed(end.failed, run.group, chunk)) continue;
+      if (!whole && !is_failed(end.failed, run.group, chunk)) continue;
       result.failed.push_back(
           {projection().group_id(run.group), chunk, load.ids[run.first_id + i]});
     }

@@ -191,7 +191,8 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
 TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   Impl& s = *impl_;
   Request* const request = s.find(id);
-  if (request == nullptr || !s.may_save() || !request->access.save || now < s.backoff_until) {
+  if (request == nullptr || !s.may_save() || !request->access.save || request->purged ||
+      now < s.backoff_until) {
     return {};
   }
   const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
@@ -254,7 +255,7 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   Request* const request = s.find(id);
   const std::optional<StoreIndex> index = s.projection().store_index(group);
   if (!s.may_save() || !index) return;
-  if (request != nullptr && !request->access.save) return;
+  if (request != nullptr && (!request->access.save || request->purged)) return;
   const std::uint32_t chunk_tokens = s.groups[raw(*index)].chunk_tokens;
   const bool known =
       request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;

@@ -41,6 +41,7 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
   positive("backoff", options.backoff);
   positive("saved_fresh_for", options.saved_fresh_for);
   positive("avoid_failed_for", options.avoid_failed_for);
+  positive("purge_settle", options.purge_settle);
   if (options.max_held_percent == 0 || options.max_held_percent > 100) {
     problems.add("max_held_percent", std::to_string(options.max_held_percent), "1 to 100");
   }
@@ -193,6 +194,13 @@ void StoreScheduler::preempted(RequestId id) {
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
   request->accepted = 0;
+  if (request->purged) {
+    // It is computed anew from its first token, and nothing of it is in the store.
+    request->purged = false;
+    request->planned = 0;
+    request->retry_above = 0;
+    request->handed_off.clear();
+  }
   request->lookup.state = detail::LookupState::kNone;
 }
 
@@ -200,7 +208,7 @@ void StoreScheduler::finished(RequestId id, FinishReason) {
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
   const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
-  if (impl_->options.saves && request->access.save &&
+  if (impl_->options.saves && request->access.save && !request->purged &&
       impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
     ++impl_->counters.saves_dropped;
   }
@@ -212,6 +220,8 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.take_answers(now);
   s.send_questions(now);
   s.settle(now);
+  s.take_removed(now);
+  s.advance_purge(now);
   s.begin_plan();
   s.plan_offers(now);
   s.plan_taken = true;
@@ -266,7 +276,8 @@ void StoreScheduler::take_released(std::vector<BlockId>& out) {
 
 bool StoreScheduler::has_pending_work() const noexcept {
   return impl_->ledger.size() > impl_->ledger.in_quarantine() || !impl_->offers.empty() ||
-         !impl_->load_ends.empty() || !impl_->released.empty();
+         !impl_->load_ends.empty() || !impl_->released.empty() ||
+         impl_->purge.status.state == PurgeState::kRemoving;
 }
 std::size_t StoreScheduler::tracked() const noexcept {
   return impl_->requests.size() + impl_->ledger.size() + impl_->loads.size() + impl_->saves.size() +

@@ -276,14 +276,15 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """The engine's caches are void, e.g. after a change of weights.
 
-        Objects of other engines are in the store as well, so it is not emptied; this engine stops
-        using it until it is started anew.
+        What the store holds of this model is void too and is removed, after jobs in flight have
+        ended. Until that is done the store is not used.
         """
         if self._scheduler is None:
             return None
-        self._scheduler.switch_off()
+        self._scheduler.purge()
         logger.warning(
-            "kvprism: the caches were reset, so this engine neither loads nor saves from now on"
+            "kvprism: the caches were reset: this model's objects are removed from the store, "
+            "which is not used before that is done"
         )
         return True
 

@@ -202,6 +202,14 @@ OPTIONS: tuple[Option, ...] = (
         least=0.001,
     ),
     Option(
+        "purge_settle_seconds",
+        "seconds",
+        12.0,
+        "seconds",
+        "After a reset the store is not used for at least so long: Mooncake's lease and a little.",
+        least=0.001,
+    ),
+    Option(
         "shutdown_timeout_seconds",
         "seconds",
         10.0,

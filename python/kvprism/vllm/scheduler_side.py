@@ -66,6 +66,7 @@ class SchedulerSide:
             backoff_seconds=options.backoff_seconds,
             saved_fresh_for_seconds=options.saved_fresh_for_seconds,
             max_held_percent=options.max_held_percent,
+            purge_settle_seconds=options.purge_settle_seconds,
         )
         self._pool: Any = None
         self._requests: dict[str, _Tracked] = {}
@@ -274,9 +275,11 @@ class SchedulerSide:
         self._stirred = self._core.has_pending_work()
         return self._differences.take(self._core.counters())
 
-    def switch_off(self) -> None:
-        """Neither loads nor saves from now on."""
-        self._core.set_mode("off")
+    def purge(self) -> None:
+        """Removes this model's objects; the store is not used before that is done."""
+        self._stirred = True
+        self._core.purge()
+        self._take_load_ends()
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""

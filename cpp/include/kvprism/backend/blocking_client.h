@@ -29,6 +29,9 @@ class KVPRISM_API BlockingClient {
 
   virtual StoreCapabilities capabilities() const = 0;
   virtual CallEnd exists(const ObjectBatch& batch, std::span<ItemResult> results) noexcept = 0;
+  // As ObjectIndex::start_remove. A client that cannot remove answers kInvalid.
+  virtual CallEnd remove(const ObjectBatch& batch, const Removal& removal,
+                         std::span<ItemResult> results) noexcept;
   virtual CallEnd put(const ObjectBatch& batch, std::span<ItemResult> results) noexcept = 0;
   virtual CallEnd get(const ObjectBatch& batch, std::span<ItemResult> results) noexcept = 0;
 

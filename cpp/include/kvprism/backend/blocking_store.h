@@ -36,6 +36,7 @@ struct BlockingStoreCounters {
   std::uint64_t get_bytes = 0;
   std::uint64_t exists_calls = 0;
   std::uint64_t exists_items = 0;
+  std::uint64_t remove_calls = 0;
   std::uint64_t queue_full = 0;     // starts refused because a queue was full
   std::uint64_t circuit_open = 0;   // operations ended at once: no client, or a late call before it
   std::uint64_t expired = 0;        // operations not started by their deadline
@@ -88,6 +89,8 @@ class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override;
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                    Instant now, Instant deadline) override;
   bool poll_index(Instant now, Completion& out) override;
   CloseReport close_index(Duration budget) override;
 

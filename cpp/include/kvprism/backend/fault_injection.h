@@ -38,8 +38,10 @@ enum class FaultKind : std::uint8_t {
   kLookupFailed,   // every key kUnavailable
   kLookupLate,     // answered after a long time
   kLookupRefused,  // start returns false
+  // Of removals.
+  kRemoveFailed,  // nothing is removed, every key kUnavailable
 };
-inline constexpr std::size_t kNumFaultKinds = 19;
+inline constexpr std::size_t kNumFaultKinds = 20;
 
 KVPRISM_API std::string_view to_string(FaultKind kind) noexcept;
 
@@ -83,6 +85,8 @@ class KVPRISM_API FaultInjector final : public ObjectStore, public ObjectIndex {
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override;
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                    Instant now, Instant deadline) override;
   bool poll_index(Instant now, Completion& out) override;
   CloseReport close_index(Duration budget) override;
 

@@ -80,6 +80,9 @@ class KVPRISM_API MemoryStore final : public ObjectStore, public ObjectIndex {
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override;
+  // An object whose writer has not finished is in use.
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                    Instant now, Instant deadline) override;
   bool poll_index(Instant now, Completion& out) override;
   CloseReport close_index(Duration budget) override;
 

@@ -34,6 +34,7 @@ enum class ItemStatus : std::uint8_t {
   kUnavailable,  // the service cannot be reached, or its circuit is open
   kTimedOut,     // no answer within the bound
   kCancelled,    // closed before it was done
+  kInUse,        // remove: somebody may be reading or writing it; it stays
 };
 
 KVPRISM_API std::string_view to_string(ItemStatus status) noexcept;
@@ -83,7 +84,15 @@ struct CloseReport {
   std::vector<OpId> ops;
 };
 
-// Asks which keys exist. The answer is a hint (R44).
+// What start_remove takes away.
+struct Removal {
+  bool prefix = false;  // the batch's one key is a prefix: every object whose key begins with it
+  // Also what is being read. Only for objects that no reader may believe: Mooncake gives the memory
+  // to another object while the reader's lease still runs.
+  bool leased = false;
+};
+
+// Asks which keys exist. The answer is a hint (R44). Removes objects.
 // Threads: start and poll from one thread at a time.
 class KVPRISM_API ObjectIndex {
  public:
@@ -93,6 +102,12 @@ class KVPRISM_API ObjectIndex {
   // closed).
   virtual bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                             Instant deadline) = 0;
+
+  // Takes the batch (keys only) and returns true, or leaves it alone and returns false (queue full,
+  // closed, or an index that cannot remove). Items: kOk (`bytes` is the number of objects removed),
+  // kMissing, kInUse; with `prefix` what is in use is left out silently and the item is kOk.
+  virtual bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                            Instant now, Instant deadline);
 
   // Fills the next completion; false when there is none at `now`.
   virtual bool poll_index(Instant now, Completion& out) = 0;

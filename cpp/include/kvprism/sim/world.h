@@ -36,9 +36,12 @@ enum class WorldFault : std::uint8_t {
   kQuarantine,  // jobs that stayed unquiet for too long
   kDetachedLoad,
   kPartialLoad,
-  kIdReused,  // a request with the id of an earlier one
+  kIdReused,       // a request with the id of an earlier one
+  kPurge,          // begun
+  kPurged,         // and done
+  kObjectRemoved,  // one that was damaged, by the scheduler
 };
-inline constexpr std::size_t kNumWorldFaults = 23;
+inline constexpr std::size_t kNumWorldFaults = 26;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -94,6 +97,9 @@ struct WorldResult {
 //   null block    no plan names the null block
 //   save range    saves are multiples of S
 //   hole          and none begins behind a chunk that failed and was not planned again
+//   purge         when a purge is done, nothing that was stored before it is in the pool, and
+//   nothing
+//                 that requests had computed before it comes back
 //   foreign plan  plans of another digest, epoch, group or pool are refused
 //   engine        no call makes nonsense of the engine's state
 //   oracle        every 128 events and at the end: all that is believed, computed anew

@@ -31,6 +31,25 @@ struct RequestAccess {
   bool save = true;
 };
 
+// A removal of every object of the key schema.
+enum class PurgeState : std::uint8_t {
+  kNone,
+  kDraining,  // waits until what was planned before is quiet on every rank: it could land later
+  kRemoving,  // asked for
+  kWaiting,   // for leases to end, or for a store that did not answer
+  kDone,
+};
+
+KVPRISM_API std::string_view to_string(PurgeState state) noexcept;  // "none", "draining", ...
+
+struct PurgeStatus {
+  PurgeState state = PurgeState::kNone;
+  std::uint64_t removed = 0;  // objects, by this purge so far
+  std::uint32_t passes = 0;   // that the store has answered
+
+  bool active() const noexcept { return state != PurgeState::kNone && state != PurgeState::kDone; }
+};
+
 struct StoreSchedulerOptions {
   std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
   std::uint32_t ranks =
@@ -53,6 +72,9 @@ struct StoreSchedulerOptions {
   std::uint32_t max_held_percent = 100;
   Duration saved_fresh_for = seconds(60);  // what was saved is not saved again for so long
   Duration avoid_failed_for = seconds(5);  // a chunk whose load failed counts as absent for so long
+  // How long the store may keep an object that was read or looked up, from the last use by this
+  // scheduler's engine: the last pass of a purge begins after it. Mooncake's lease is 10 s.
+  Duration purge_settle = seconds(12);
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
@@ -127,6 +149,12 @@ struct StoreSchedulerCounters {
   std::uint64_t reports_foreign = 0;  // other epoch
   std::uint64_t reports_malformed = 0;
   std::uint64_t chunks_avoided = 0;  // not asked for again yet: their load has just failed (R41)
+  std::uint64_t mismatches = 0;      // chunks of loads: not what was stored, or of another size
+  std::uint64_t objects_removed =
+      0;  // of those, by this scheduler, so that a save can replace them
+  std::uint64_t removals_failed = 0;  // keys, and passes of purges
+  std::uint64_t purges = 0;
+  std::uint64_t objects_purged = 0;
   std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
   LedgerCounters ledger;
 };
@@ -149,6 +177,15 @@ class KVPRISM_API StoreScheduler {
   // saved from where it was left.
   void set_mode(StoreMode mode) noexcept;
   StoreMode mode() const noexcept;
+
+  // Removes every object whose key begins as this scheduler's keys do, all ranks' and groups', and
+  // no other (W-C11). From now on nothing is looked up, loaded or saved until it is done; jobs in
+  // flight end first, so that none lands afterwards, and a load that is overtaken fails as a whole.
+  // What requests of now have computed is not saved, before or after; one that is preempted later
+  // begins anew. Moves on in end_step. Objects that another engine of the namespace reads or looks
+  // up meanwhile stay: purge on all of them. A second call begins again.
+  void purge(Instant now);
+  PurgeStatus purge_status() const noexcept;
 
   // Begins the request if it is unknown; call before its first lookup. Only finished() ends the
   // restriction: an id reused without it keeps it.

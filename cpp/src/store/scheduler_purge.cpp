@@ -1,0 +1,160 @@
+// Removals: a purge of everything that is ours, and single objects that no save could replace.
+#include <fmt/format.h>
+
+#include "kvprism/base/log.h"
+#include "store/scheduler_impl.h"
+
+namespace kvprism {
+
+using detail::Load;
+using detail::LookupState;
+using detail::Request;
+
+std::string_view to_string(PurgeState state) noexcept {
+  switch (state) {
+    case PurgeState::kNone:
+      return "none";
+    case PurgeState::kDraining:
+      return "draining";
+    case PurgeState::kRemoving:
+      return "removing";
+    case PurgeState::kWaiting:
+      return "waiting";
+    case PurgeState::kDone:
+      break;
+  }
+  return "done";
+}
+
+void StoreScheduler::Impl::begin_purge(Instant now) {
+  ++counters.purges;
+  purge.status = {PurgeState::kDraining, 0, 0};
+  purge.op = {};  // of an earlier pass, whose end says nothing about this purge
+  purge.away = false;
+  drop_offers();
+  saved_prefixes.clear();
+  for (auto& [id, request] : requests) {
+    request.lookup.state = LookupState::kNone;
+    request.purged |= request.accepted > 0 || request.planned > 0 || request.loading;
+    request.planned = 0;
+  }
+  queued.clear();
+  event = {};
+  event.whole = true;
+  for (auto& [id, load] : loads) {
+    load.overtaken = true;
+    if (options.detach_quarantined_loads && !load.reported) end_load(JobId{id}, load, event, false);
+  }
+  advance_purge(now);
+}
+
+void StoreScheduler::Impl::advance_purge(Instant now) {
+  PurgeState& state = purge.status.state;
+  if (state == PurgeState::kDraining) {
+    // Also what is planned and not yet sent is in the ledger.
+    if (ledger.size() != 0) return;
+    purge.quiet_since = now;
+    start_purge_pass(now);
+  } else if (state == PurgeState::kWaiting && now >= purge.next_pass) {
+    start_purge_pass(now);
+  }
+}
+
+void StoreScheduler::Impl::start_purge_pass(Instant now) {
+  const auto op = desk.remove({true, false}, now, now + options.save_timeout,
+                              [&](KeySlots& keys) { keys.append() = schema->prefix(); });
+  if (op) {
+    purge.op = *op;
+    purge.began = now;
+    purge.status.state = PurgeState::kRemoving;
+    return;
+  }
+  ++counters.removals_failed;
+  purge.next_pass = now + options.backoff;
+  purge.status.state = PurgeState::kWaiting;
+}
+
+void StoreScheduler::Impl::take_removed(Instant now) {
+  while (desk.take_removed(removed)) {
+    const bool of_purge = removed.op == purge.op && purge.status.state == PurgeState::kRemoving;
+    std::uint64_t objects = 0;
+    bool failed = false;
+    for (const ItemResult& item : removed.items) {
+      const bool gone = item.status == ItemStatus::kOk || item.status == ItemStatus::kMissing;
+      if (item.status == ItemStatus::kOk) objects += item.bytes;
+      if (!gone) ++counters.removals_failed;
+      failed |= !gone;
+    }
+    if (!of_purge) {
+      counters.objects_removed += objects;
+      std::erase_if(condemned, [&](const auto& chunk) {
+        if (chunk.first != removed.op) return false;
+        if (!failed) unloadable.forget(chunk.second);
+        return true;
+      });
+      continue;
+    }
+    counters.objects_purged += objects;
+    purge.status.removed += objects;
+    if (failed) {
+      if (!purge.away) {
+        log(LogLevel::kWarning,
+            fmt::format("the store does not answer a purge (\"{}\"): it is tried again, and the "
+                        "store is not used before it is done",
+                        to_string(removed.items.front().status)));
+      }
+      purge.away = true;
+      purge.next_pass = now + options.backoff;
+      purge.status.state = PurgeState::kWaiting;
+      continue;
+    }
+    ++purge.status.passes;
+    const Instant settled = purge.quiet_since + options.purge_settle;
+    if (purge.began < settled) {
+      purge.next_pass = settled;
+      purge.status.state = PurgeState::kWaiting;
+      continue;
+    }
+    purge.status.state = PurgeState::kDone;
+    log(LogLevel::kInfo, fmt::format("purged {} objects", purge.status.removed));
+  }
+}
+
+void StoreScheduler::Impl::remove_mismatched(const Request& request, const JobEvent& end,
+                                             Instant now) {
+  std::vector<std::uint64_t> tags;
+  const auto remove = [&](ItemStatus status, bool leased) {
+    tags.clear();
+    const auto fill = [&](KeySlots& keys) {
+      for (const FailedChunk& chunk : end.failed) {
+        if (static_cast<ItemStatus>(chunk.status) != status) continue;
+        ++counters.mismatches;
+        const std::uint32_t first = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
+        const std::uint32_t tokens = first + groups[raw(chunk.group)].chunk_tokens;
+        if (tokens / hash_tokens > hash_count(request)) continue;
+        const auto hash = hashes_of(request)[tokens / hash_tokens - 1];
+        // The report does not say which rank's; a chunk that lacks one is of no use anyway.
+        for (const RankPosition& shard : schema->shards(chunk.group))
+          schema->append_key(keys, chunk.group, shard, hash);
+        tags.push_back(detail::RecentPrefixes::tag_of(hash, chunk.group));
+        const std::uint32_t unit = aligned(first);
+        if ((unit + step_tokens) / hash_tokens <= hash_count(request))
+          saved_prefixes.forget(tag_at(request, unit));
+      }
+    };
+    const auto op = desk.remove({false, leased}, now, now + options.lookup_timeout, fill);
+    for (const std::uint64_t tag : tags) {
+      if (op) condemned.emplace_back(*op, tag);
+    }
+  };
+  if (end.failed.empty()) return;
+  // Whoever reads a damaged object must not believe it; one of another size may be right for
+  // somebody.
+  remove(ItemStatus::kChecksumMismatch, true);
+  remove(ItemStatus::kSizeMismatch, false);
+}
+
+void StoreScheduler::purge(Instant now) { impl_->begin_purge(now); }
+PurgeStatus StoreScheduler::purge_status() const noexcept { return impl_->purge.status; }
+
+}  // namespace kvprism

@@ -1,0 +1,291 @@
+// Removals by the store scheduler: purges and objects that no save could replace.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "kvprism/base/log.h"
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::Rows;
+using test::ScriptedStore;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr RequestId kRequest{7};
+constexpr std::uint64_t kEpoch = 0x5eed;
+
+std::vector<std::string>& logged() {
+  static std::vector<std::string> lines;
+  return lines;
+}
+
+class PurgeTest : public ::testing::Test {
+ protected:
+  void build(StoreSchedulerOptions options = {}, std::uint32_t tp = 1) {
+    projection =
+        test::make_projection({test::full_group(16), test::full_group(16, "second")}, 64, tp);
+    schema = test::make_schema(projection);
+    options.epoch = kEpoch;
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  }
+
+  void report(JobId job, JobOutcome outcome, bool quiet, std::vector<FailedChunk> failed = {},
+              Rank rank = Rank{0}) {
+    WorkerReport report;
+    report.rank = rank;
+    report.epoch = kEpoch;
+    JobReport entry;
+    entry.job = job;
+    entry.outcome = outcome;
+    entry.quiet = quiet ? 1 : 0;
+    entry.num_failed = static_cast<std::uint32_t>(failed.size());
+    report.jobs = {entry};
+    report.failed = std::move(failed);
+    scheduler->report(report, now);
+  }
+  static FailedChunk failed(std::uint32_t group, std::uint32_t chunk, ItemStatus status) {
+    return {StoreIndex{group}, chunk, static_cast<std::uint32_t>(status)};
+  }
+
+  // Computes 64 tokens and plans their save.
+  JobId save(RequestId id = kRequest) {
+    scheduler->advanced(id, 64, hashes.list());
+    const TokenRange wanted = scheduler->wants_save(id, now);
+    EXPECT_FALSE(wanted.empty());
+    scheduler->save(id, wanted, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    EXPECT_EQ(plan.jobs.size(), 1u);
+    return plan.jobs.at(0).id;
+  }
+  std::uint32_t offered(RequestId id) {
+    LookupResult result = scheduler->lookup(id, 65, hashes.list(), 0, now);
+    if (!result.pending) return result.external_tokens;
+    scheduler->end_step(now);
+    std::vector<ItemStatus> all(store->lookups.front().keys().size(), ItemStatus::kOk);
+    store->end_lookup(all);
+    return scheduler->lookup(id, 65, hashes.list(), 0, now).external_tokens;
+  }
+  PurgeState state() const { return scheduler->purge_status().state; }
+  std::vector<LoadEnd> load_ends() {
+    std::vector<LoadEnd> ends;
+    scheduler->take_load_ends(ends);
+    return ends;
+  }
+
+  std::shared_ptr<ScriptedStore> store = std::make_shared<ScriptedStore>();
+  std::shared_ptr<const Projection> projection;
+  std::shared_ptr<const KeySchema> schema;
+  std::unique_ptr<StoreScheduler> scheduler;
+  const Hashes hashes{8, 1};
+  const Rows rows{{{1, 2, 3, 4}, {5, 6, 7, 8}}};
+  Instant now{seconds(1).ns};
+};
+
+TEST_F(PurgeTest, RemovesWhatBeginsAsOurKeysDoAndSettles) {
+  build();
+  scheduler->purge(now);
+  ASSERT_EQ(store->removals.size(), 1u) << "nothing is in flight, so it is asked for at once";
+  EXPECT_THAT(store->removals[0].keys(), ElementsAre(schema->prefix()));
+  EXPECT_TRUE(store->removal_kinds[0].prefix);
+  EXPECT_FALSE(store->removal_kinds[0].leased) << "what somebody reads stays";
+  EXPECT_EQ(state(), PurgeState::kRemoving);
+  EXPECT_TRUE(scheduler->has_pending_work());
+  store->end_removal({ItemStatus::kOk, 40});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kWaiting);
+  EXPECT_FALSE(scheduler->has_pending_work()) << "an engine without work need not turn for leases";
+
+  // What was leased is taken by the pass that begins after every lease of ours.
+  now = now + milliseconds(11'999);
+  scheduler->end_step(now);
+  EXPECT_TRUE(store->removals.empty());
+  now = now + milliseconds(1);
+  scheduler->end_step(now);
+  ASSERT_EQ(store->removals.size(), 1u);
+  store->end_removal({ItemStatus::kOk, 2});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kDone);
+  EXPECT_EQ(scheduler->purge_status().removed, 42u);
+  EXPECT_EQ(scheduler->purge_status().passes, 2u);
+  EXPECT_EQ(scheduler->counters().purges, 1u);
+  EXPECT_EQ(scheduler->counters().objects_purged, 42u);
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
+TEST_F(PurgeTest, WaitsUntilEverySaveIsQuietOnEveryRank) {
+  build({}, 2);
+  const JobId job = save();
+  scheduler->purge(now);
+  EXPECT_EQ(state(), PurgeState::kDraining);
+  report(job, JobOutcome::kOk, true);
+  scheduler->end_step(now);
+  EXPECT_TRUE(store->removals.empty()) << "rank 1 may still write";
+  report(job, JobOutcome::kOk, false, {}, Rank{1});
+  scheduler->end_step(now);
+  EXPECT_TRUE(store->removals.empty()) << "an outcome is not quiet";
+  EXPECT_TRUE(scheduler->has_pending_work());
+  report(job, JobOutcome::kNone, true, {}, Rank{1});
+  scheduler->end_step(now);
+  EXPECT_EQ(store->removals.size(), 1u);
+}
+
+TEST_F(PurgeTest, NothingIsUsedMeanwhileAndNoOlderTokenIsSavedAfterwards) {
+  build();
+  const JobId job = save();
+  report(job, JobOutcome::kOk, true);
+  EXPECT_EQ(offered(RequestId{8}), 64u);
+  scheduler->purge(now);
+  EXPECT_FALSE(scheduler->allocated(RequestId{8}, 64, rows.get(), now))
+      << "an offer of before is void";
+  EXPECT_EQ(offered(RequestId{9}), 0u);
+  scheduler->advanced(RequestId{9}, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(RequestId{9}, now).empty());
+  store->end_removal({ItemStatus::kOk, 8});
+  scheduler->end_step(now);
+  now = now + seconds(12);
+  scheduler->end_step(now);
+  store->end_removal({ItemStatus::kOk, 0});
+  scheduler->end_step(now);
+  ASSERT_EQ(state(), PurgeState::kDone);
+
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "computed before the purge";
+  EXPECT_EQ(scheduler->wants_save(RequestId{9}, now), (TokenRange{0, 64}))
+      << "begun after it, although the same prefix was saved lately";
+  // A preempted request is computed anew.
+  scheduler->preempted(kRequest);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}));
+}
+
+TEST_F(PurgeTest, AnOvertakenLoadFailsAsAWholeOnceItIsQuiet) {
+  build();
+  ASSERT_EQ(offered(kRequest), 64u);
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  scheduler->purge(now);
+  EXPECT_THAT(load_ends(), IsEmpty());
+  report(job, JobOutcome::kOk, true);
+  const std::vector<LoadEnd> ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_FALSE(ends[0].complete);
+  EXPECT_TRUE(ends[0].blocks_quiet);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+  EXPECT_EQ(ends[0].failed.size(), 8u);
+}
+
+TEST_F(PurgeTest, AnEngineThatDetachesHearsOfItAtOnce) {
+  StoreSchedulerOptions options;
+  options.detach_quarantined_loads = true;
+  build(options);
+  ASSERT_EQ(offered(kRequest), 64u);
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  scheduler->purge(now);
+  const std::vector<LoadEnd> ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_FALSE(ends[0].blocks_quiet);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+  report(job, JobOutcome::kOk, true);
+  EXPECT_THAT(load_ends(), IsEmpty()) << "once";
+  EXPECT_EQ(scheduler->counters().ledger.blocks_held, 0u);
+}
+
+TEST_F(PurgeTest, AStoreThatIsAwayIsAskedAgainAndNotUsedBefore) {
+  build();
+  logged().clear();
+  set_log_sink(
+      +[](void*, LogLevel level, std::string_view text) {
+        if (level == LogLevel::kWarning) logged().emplace_back(text);
+      },
+      nullptr, LogLevel::kInfo);
+  scheduler->purge(now);
+  for (int i = 0; i < 3; ++i) {
+    store->end_removal({ItemStatus::kUnavailable, 0});
+    scheduler->end_step(now);
+    EXPECT_EQ(state(), PurgeState::kWaiting);
+    EXPECT_EQ(offered(RequestId{100u + static_cast<unsigned>(i)}), 0u);
+    now = now + seconds(5);
+    scheduler->end_step(now);
+    ASSERT_EQ(store->removals.size(), 1u);
+  }
+  // The fourth pass began 15 s after the last use, when no lease was left.
+  store->end_removal({ItemStatus::kOk, 1});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kDone);
+  EXPECT_EQ(scheduler->counters().removals_failed, 3u);
+  EXPECT_THAT(logged(),
+              ElementsAre(HasSubstr("the store does not answer a purge (\"unavailable\")")))
+      << "told once";
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+}
+
+TEST_F(PurgeTest, AnIndexThatCannotRemoveLeavesTheStoreUnused) {
+  build();
+  store->refuse = true;
+  scheduler->purge(now);
+  EXPECT_EQ(state(), PurgeState::kWaiting);
+  store->refuse = false;
+  EXPECT_EQ(offered(kRequest), 0u);
+  EXPECT_EQ(scheduler->counters().removals_failed, 1u);
+}
+
+TEST_F(PurgeTest, ASecondPurgeBeginsAgain) {
+  build();
+  scheduler->purge(now);
+  scheduler->purge(now);
+  ASSERT_EQ(store->removals.size(), 2u);
+  store->end_removal({ItemStatus::kOk, 5});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kRemoving) << "the end of the first pass is not the second's";
+  store->end_removal({ItemStatus::kOk, 0});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kWaiting);
+}
+
+TEST_F(PurgeTest, ADamagedObjectIsRemovedOnEveryRankAndSavedAgain) {
+  build({}, 2);
+  const JobId first = save();
+  for (const Rank rank : {Rank{0}, Rank{1}}) report(first, JobOutcome::kOk, true, {}, rank);
+  ASSERT_EQ(offered(RequestId{8}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(load, JobOutcome::kOk, true);
+  report(load, JobOutcome::kPartial, true,
+         {failed(0, 2, ItemStatus::kChecksumMismatch), failed(1, 1, ItemStatus::kSizeMismatch),
+          failed(1, 3, ItemStatus::kMissing)},
+         Rank{1});
+  ASSERT_EQ(store->removals.size(), 2u);
+  KeySlots keys;
+  for (std::uint32_t tp : {0u, 1u})
+    schema->append_key(keys, StoreIndex{0}, {.tp = tp}, hashes.list()[2]);
+  EXPECT_EQ(store->removals[0].keys(), keys.strings());
+  EXPECT_TRUE(store->removal_kinds[0].leased) << "no reader may believe it";
+  keys.clear();
+  for (std::uint32_t tp : {0u, 1u})
+    schema->append_key(keys, StoreIndex{1}, {.tp = tp}, hashes.list()[1]);
+  EXPECT_EQ(store->removals[1].keys(), keys.strings());
+  EXPECT_FALSE(store->removal_kinds[1].leased) << "another size may be right for another engine";
+  store->end_removal({ItemStatus::kOk, 1});
+  store->end_removal({ItemStatus::kInUse, 0});
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().mismatches, 2u);
+  EXPECT_EQ(scheduler->counters().objects_removed, 2u);
+  EXPECT_EQ(scheduler->counters().removals_failed, 2u);
+
+  // What is gone may be believed again once somebody has stored it; what stayed is avoided.
+  EXPECT_EQ(offered(RequestId{9}), 16u);
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 1u);
+
+  // The stretches of the removed chunks are not known to be saved any more: what is computed there
+  // replaces them.
+  scheduler->advanced(RequestId{8}, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(RequestId{8}, now), (TokenRange{16, 64}));
+}
+
+}  // namespace
+}  // namespace kvprism
