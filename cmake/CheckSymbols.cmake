@@ -1,5 +1,5 @@
-# Run with -DNM -DLIBRARY: the library exports nothing but kvprism:: and kvprism_*, and neither
-# prints nor ends the process.
+# Run with -DNM -DLIBRARY [-DHEADER]: the library exports nothing but kvprism:: and the C functions
+# that HEADER declares, all of them, and neither prints nor ends the process.
 execute_process(
   COMMAND ${NM} -D -C --defined-only ${LIBRARY}
   OUTPUT_VARIABLE defined
@@ -11,14 +11,32 @@ set(
   prefix
   "(typeinfo|typeinfo name|vtable|VTT|guard variable) for |(non-virtual|virtual) thunk to "
 )
-set(ours "^(${prefix})?kvprism(::|_)")
+set(ours "^(${prefix})?kvprism::")
 set(foreign "")
+set(c_exported "")
 foreach(line IN LISTS lines)
   string(REGEX REPLACE "^[0-9a-f]* +[A-Za-z] +" "" symbol "${line}")
-  if(NOT symbol MATCHES "${ours}")
+  if(symbol MATCHES "^kvprism_[a-z_]+$")
+    list(APPEND c_exported "${symbol}")
+  elseif(NOT symbol MATCHES "${ours}")
     list(APPEND foreign "${symbol}")
   endif()
 endforeach()
+
+set(c_declared "")
+if(HEADER)
+  file(READ "${HEADER}" text)
+  string(REPLACE ";" "," text "${text}")
+  string(REGEX MATCHALL "KVPRISM_API [^,(]*kvprism_[a-z_]+\\(" declarations "${text}")
+  foreach(declaration IN LISTS declarations)
+    string(REGEX REPLACE ".*(kvprism_[a-z_]+)\\($" "\\1" name "${declaration}")
+    list(APPEND c_declared "${name}")
+  endforeach()
+endif()
+set(missing ${c_declared})
+list(REMOVE_ITEM missing ${c_exported} "")
+list(REMOVE_ITEM c_exported ${c_declared} "")
+list(APPEND foreign ${c_exported})
 
 execute_process(
   COMMAND ${NM} -D -C --undefined-only ${LIBRARY}
@@ -31,11 +49,13 @@ string(
   "${undefined}"
 )
 
-if(foreign OR unwanted)
+if(foreign OR unwanted OR missing)
   list(JOIN foreign "\n  " foreign)
   list(JOIN unwanted "  " unwanted)
+  list(JOIN missing "\n  " missing)
   message(
     FATAL_ERROR
-    "Foreign symbols exported:\n  ${foreign}\nUnwanted symbols used:\n  ${unwanted}"
+    "Foreign symbols exported:\n  ${foreign}\nUnwanted symbols used:\n  ${unwanted}\n"
+    "C functions declared and not exported:\n  ${missing}"
   )
 endif()

@@ -15,7 +15,7 @@ list() {
 }
 
 files=("$@")
-list | only '\.(h|cpp)$' | xargs -0 -r clang-format -i
+list | only '\.(h|c|cpp)$' | xargs -0 -r clang-format -i
 list | only '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --in-place
 list | only '\.py$' | xargs -0 -r ruff check --quiet --fix
 list | only '\.py$' | xargs -0 -r ruff format --quiet

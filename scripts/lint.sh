@@ -20,7 +20,7 @@ check() {
 }
 
 cpp_format() {
-  tracked '*' | only '\.(h|cpp)$' | xargs -0 -r clang-format --dry-run -Werror --ferror-limit=5
+  tracked '*' | only '\.(h|c|cpp)$' | xargs -0 -r clang-format --dry-run -Werror --ferror-limit=5
 }
 cmake_format() { tracked '*' | only '(CMakeLists\.txt|\.cmake)$' | xargs -0 -r gersemi --check; }
 spelling() { tracked '*' | xargs -0 -r codespell; }

@@ -17,6 +17,7 @@
 #include "kvprism/backend/mooncake_client.h"
 #include "kvprism/backend/pump_thread.h"
 #include "kvprism/base/error.h"
+#include "kvprism/checked/checked_scheduler.h"
 #include "kvprism/group/cache_config.h"
 #include "kvprism/group/projection.h"
 #include "kvprism/key/key_schema.h"
@@ -77,7 +78,7 @@ class Engine {
     tensor.bytes = memory_.size();
     tensor.layers = {"l0"};
     tensor.block_stride = kPage;
-    scheduler_ = std::make_unique<StoreScheduler>(
+    scheduler_ = std::make_unique<EngineScheduler>(
         schema, connection.index, StoreSchedulerOptions{.epoch = std::random_device{}() | 1u});
     worker_ = std::make_shared<StoreWorker>(schema, SegmentMap::make(groups, {tensor}),
                                             connection.store, StoreWorkerOptions{});
@@ -224,7 +225,7 @@ class Engine {
   std::vector<BlockId> free_;  // block 0 is the null block
   std::vector<std::uint32_t> references_;
   std::span<const BlockId> row_;
-  std::unique_ptr<StoreScheduler> scheduler_;
+  std::unique_ptr<EngineScheduler> scheduler_;
   std::shared_ptr<StoreWorker> worker_;
   std::unique_ptr<PumpThread> pump_;
   std::uint64_t wrong_ = 0;

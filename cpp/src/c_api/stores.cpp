@@ -1,0 +1,150 @@
+// Stores of the C interface.
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "c_api/guard.h"
+#include "c_api/handles.h"
+#include "kvprism/backend/blocking_store.h"
+#include "kvprism/backend/mooncake_client.h"
+
+using namespace kvprism;         // NOLINT(google-build-using-namespace): functions outside of any
+using namespace kvprism::c_api;  // NOLINT(google-build-using-namespace)
+
+kvprism_status kvprism_memory_pool_options_init(kvprism_memory_pool_options* options,
+                                                size_t struct_size, kvprism_error** error) {
+  const MemoryPoolOptions defaults;
+  return init(
+      "kvprism_memory_pool_options_init", options, struct_size,
+      kvprism_memory_pool_options{
+          .struct_size = 0, .capacity_bytes = defaults.capacity_bytes, .evict = defaults.evict},
+      error);
+}
+
+kvprism_status kvprism_memory_pool_new(const kvprism_memory_pool_options* options,
+                                       kvprism_memory_pool** pool, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_memory_pool_new");
+    if (options != nullptr) arguments.need_struct(options, "options");
+    arguments.need(pool, "pool");
+    arguments.check();
+    MemoryPoolOptions wanted;
+    if (options != nullptr) {
+      wanted.capacity_bytes = options->capacity_bytes;
+      wanted.evict = options->evict;
+    }
+    *pool = new kvprism_memory_pool{std::make_shared<MemoryPool>(wanted)};
+  });
+}
+
+kvprism_status kvprism_memory_pool_counters(const kvprism_memory_pool* pool,
+                                            kvprism_counter_visitor visitor, void* context,
+                                            kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_memory_pool_counters");
+    arguments.need(pool, "pool");
+    arguments.need(reinterpret_cast<const void*>(visitor), "visitor");
+    arguments.check();
+    const MemoryPoolCounters c = pool->shared->counters();
+    visitor(context, "objects", c.objects);
+    visitor(context, "unfinished", c.unfinished);
+    visitor(context, "bytes", c.bytes);
+    visitor(context, "stored", c.stored);
+    visitor(context, "evicted", c.evicted);
+    visitor(context, "refused", c.refused);
+  });
+}
+
+void kvprism_memory_pool_free(kvprism_memory_pool* pool) { delete pool; }
+
+kvprism_status kvprism_memory_store_new(const kvprism_memory_pool* pool, kvprism_store** store,
+                                        kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_memory_store_new");
+    arguments.need(pool, "pool");
+    arguments.need(store, "store");
+    arguments.check();
+    auto made = std::make_unique<kvprism_store>();
+    // Two clients, because the two sides may be used by two threads.
+    made->store = std::make_shared<MemoryStore>(pool->shared);
+    made->index = std::make_shared<MemoryStore>(pool->shared);
+    *store = made.release();
+  });
+}
+
+kvprism_status kvprism_mooncake_options_init(kvprism_mooncake_options* options, size_t struct_size,
+                                             kvprism_error** error) {
+  const MooncakeOptions mooncake;
+  return init("kvprism_mooncake_options_init", options, struct_size,
+              kvprism_mooncake_options{.struct_size = 0,
+                                       .master = "",
+                                       .local_hostname = "127.0.0.1",
+                                       .metadata_server = "P2PHANDSHAKE",
+                                       .protocol = "tcp",
+                                       .rdma_devices = nullptr,
+                                       .num_rdma_devices = 0,
+                                       .global_segment_size = mooncake.global_segment_size,
+                                       .local_buffer_size = mooncake.local_buffer_size,
+                                       .connect_timeout_ns = mooncake.connect_timeout.ns,
+                                       .setup_timeout_ns = BlockingStoreOptions().setup_timeout.ns,
+                                       .library = "",
+                                       .python_library = ""},
+              error);
+}
+
+kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_options* options,
+                                          kvprism_store** store, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_mooncake_store_new");
+    arguments.need_struct(options, "options");
+    arguments.need(store, "store");
+    arguments.check();
+    arguments.need_array(options->rdma_devices, options->num_rdma_devices, "options.rdma_devices");
+    arguments.check();
+    MooncakeOptions mooncake;
+    mooncake.master = text(options->master);
+    mooncake.local_hostname = text(options->local_hostname);
+    mooncake.metadata_server = text(options->metadata_server);
+    mooncake.protocol = text(options->protocol);
+    for (size_t i = 0; i < options->num_rdma_devices; ++i)
+      mooncake.rdma_devices.push_back(text(options->rdma_devices[i]));
+    mooncake.global_segment_size = options->global_segment_size;
+    mooncake.local_buffer_size = options->local_buffer_size;
+    mooncake.connect_timeout = Duration{options->connect_timeout_ns};
+    mooncake.library = text(options->library);
+    mooncake.python_library = text(options->python_library);
+    BlockingStoreOptions blocking;
+    blocking.setup_timeout = Duration{options->setup_timeout_ns};
+    auto made = std::make_unique<kvprism_store>();
+    const auto connection =
+        std::make_shared<BlockingStore>(mooncake_client_factory(std::move(mooncake)), blocking);
+    made->store = connection;
+    made->index = connection;
+    *store = made.release();
+  });
+}
+
+kvprism_status kvprism_store_name(const kvprism_store* store, char** name, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_store_name");
+    arguments.need(store, "store");
+    arguments.need(name, "name");
+    arguments.check();
+    *name = give(store->store->capabilities().name);
+  });
+}
+
+kvprism_status kvprism_store_close(kvprism_store* store, int64_t budget_ns, uint64_t* unquiet,
+                                   kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_store_close");
+    arguments.need(store, "store");
+    arguments.need(unquiet, "unquiet");
+    arguments.check();
+    const CloseReport lookups = store->index->close_index(Duration{budget_ns});
+    *unquiet = lookups.unquiet + store->store->close_store(Duration{budget_ns}).unquiet;
+  });
+}
+
+void kvprism_store_free(kvprism_store* store) { delete store; }

@@ -1,0 +1,314 @@
+/* The C interface by itself: versions, sizes, null handles, errors, text. */
+#include "check.h"
+#include "kvprism/kvprism.h"
+
+static const char kConfig[] =
+    "{\"num_blocks\": 8, \"groups\": ["
+    "{\"kind\": \"full_attention\", \"layers\": [\"l0\"], \"block_size\": 16, \"num_kv_heads\": 1,"
+    " \"head_size\": 8, \"dtype\": \"float16\"},"
+    "{\"kind\": \"circular_buffer\", \"layers\": [\"r0\"], \"block_size\": 8, \"num_kv_heads\": 1,"
+    " \"head_size\": 8, \"dtype\": \"float16\"}]}";
+
+static kvprism_projection* projection_of(const char* json) {
+  kvprism_projection* projection = NULL;
+  OK(kvprism_projection_from_json(json, strlen(json), &projection, &error));
+  return projection;
+}
+
+static kvprism_key_schema* schema_of(const kvprism_projection* projection) {
+  kvprism_key_facts facts;
+  kvprism_key_schema* schema = NULL;
+  OK(kvprism_key_facts_init(&facts, sizeof facts, &error));
+  facts.model = "m";
+  facts.hash_algorithm = "sha256_cbor";
+  OK(kvprism_key_schema_new(projection, &facts, &schema, &error));
+  return schema;
+}
+
+static void versions(void) {
+  CHECK(kvprism_c_version() == KVPRISM_C_VERSION);
+  OK(kvprism_check_version(KVPRISM_C_VERSION, &error));
+  kvprism_error* error = NULL;
+  CHECK(kvprism_check_version(99, &error) == KVPRISM_MISMATCH);
+  kvprism_problem problem;
+  CHECK(kvprism_error_num_problems(error) == 1);
+  CHECK(kvprism_error_problem(error, 0, &problem));
+  CHECK(!kvprism_error_problem(error, 1, &problem));
+  CHECK(!kvprism_error_problem(error, 0, NULL));
+  CHECK_TEXT(problem.path, "KVPRISM_C_VERSION");
+  CHECK_TEXT(problem.value, "99");
+  CHECK_TEXT(problem.hint, "compile against the header of the library that is loaded");
+  kvprism_error_free(error);
+  CHECK(strlen(kvprism_version()) >= 5);
+  CHECK(kvprism_check_version(99, NULL) == KVPRISM_MISMATCH); /* nobody wants to know why */
+  CHECK_TEXT(kvprism_status_name(KVPRISM_TIMED_OUT), "timed_out");
+  CHECK_TEXT(kvprism_status_name((kvprism_status)77), "unknown");
+}
+
+static void absent_errors(void) {
+  kvprism_problem problem;
+  CHECK(kvprism_error_status(NULL) == KVPRISM_OK);
+  CHECK_TEXT(kvprism_error_message(NULL), "");
+  CHECK(kvprism_error_num_problems(NULL) == 0);
+  CHECK(!kvprism_error_problem(NULL, 0, &problem));
+  kvprism_error_free(NULL);
+  kvprism_string_free(NULL);
+}
+
+static void struct_sizes(void) {
+  kvprism_scheduler_options options;
+  kvprism_error* error = NULL;
+  CHECK(kvprism_scheduler_options_init(&options, 8, &error) == KVPRISM_INVALID_ARGUMENT);
+  char wanted[400];
+  snprintf(wanted, sizeof wanted,
+           "kvprism_scheduler_options_init: struct_size = 8: expected %zu, the struct's size to "
+           "this library (header and library are of one version, and an _init function sets it)",
+           sizeof options);
+  CHECK_TEXT(kvprism_error_message(error), wanted);
+  kvprism_error_free(error);
+  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
+  CHECK(options.struct_size == sizeof options && options.loads && options.saves);
+  CHECK(!options.checked && options.load_timeout_ns == 20000000000);
+
+  /* One that was never initialised. */
+  kvprism_key_facts facts = {0};
+  kvprism_projection* projection = projection_of(kConfig);
+  kvprism_key_schema* schema = NULL;
+  CHECK(kvprism_key_schema_new(projection, &facts, &schema, NULL) == KVPRISM_INVALID_ARGUMENT);
+  kvprism_cache_tensor tensors[2];
+  OK(kvprism_cache_tensor_init(&tensors[0], sizeof tensors[0], &error));
+  CHECK(tensors[0].device == -1);
+  tensors[1].struct_size = 3;
+  kvprism_segment_map* map = NULL;
+  CHECK(kvprism_segment_map_new(projection, tensors, 2, &map, NULL) == KVPRISM_INVALID_ARGUMENT);
+  kvprism_projection_info info = {.struct_size = 1};
+  CHECK(kvprism_projection_get_info(projection, &info, NULL) == KVPRISM_INVALID_ARGUMENT);
+  kvprism_worker_options worker;
+  OK(kvprism_worker_options_init(&worker, sizeof worker, &error));
+  CHECK(worker.pump_thread && worker.max_segments_per_call == 512);
+  kvprism_memory_pool_options pool;
+  OK(kvprism_memory_pool_options_init(&pool, sizeof pool, &error));
+  CHECK(pool.capacity_bytes == 0 && pool.evict);
+  kvprism_projection_free(projection);
+}
+
+static void projections(void) {
+  const char* const bad = "{\"num_blocks\": 1, \"groups\": [{\"kind\": \"full_atention\"}]}";
+  kvprism_projection* projection = NULL;
+  kvprism_error* error = NULL;
+  CHECK(kvprism_projection_from_json(bad, strlen(bad), &projection, &error) ==
+        KVPRISM_INVALID_CONFIG);
+  CHECK(projection == NULL);
+  CHECK(kvprism_error_num_problems(error) >= 2); /* all at once */
+  CHECK(strstr(kvprism_error_message(error), "did you mean 'full_attention'?") != NULL);
+  kvprism_error_free(error);
+
+  projection = projection_of(kConfig);
+  kvprism_projection_info info = {.struct_size = sizeof info};
+  OK(kvprism_projection_get_info(projection, &info, &error));
+  CHECK(info.num_groups == 2 && info.num_transfer_groups == 2 && info.num_store_groups == 1);
+  CHECK(info.scheduler_block_size == 16 && info.hash_block_size == 16 && info.num_blocks == 8);
+  kvprism_group_info group = {.struct_size = sizeof group};
+  OK(kvprism_projection_get_group(projection, 1, &group, &error));
+  CHECK(group.transfer_index == 1 && group.store_index == KVPRISM_NO_INDEX);
+  CHECK(group.tokens_per_block == 8 && group.object_bytes == 8 * (8 + 8) * 2);
+  FAILS(kvprism_projection_get_group(projection, 2, &group, &error), KVPRISM_INVALID_ARGUMENT,
+        "kvprism_projection_get_group: group = 2: expected less than 2, the number of groups");
+  char* text = NULL;
+  OK(kvprism_projection_why_not_stored(projection, 1, &text, &error));
+  CHECK_TEXT(text, "kind circular_buffer is not prefix-cacheable");
+  kvprism_string_free(text);
+  OK(kvprism_projection_check_store(projection, &error));
+  OK(kvprism_projection_digest(projection, &text, &error));
+  CHECK(strlen(text) == 32);
+  kvprism_string_free(text);
+
+  const uint8_t hash[16] = {0xab};
+  kvprism_key_schema* const schema = schema_of(projection);
+  kvprism_projection_free(projection); /* the schema keeps what it needs */
+  OK(kvprism_key_schema_key(schema, 0, 0, hash, sizeof hash, &text, &error));
+  CHECK(strncmp(text, "kvp1/-/", 7) == 0);
+  CHECK_TEXT(strrchr(text, '/'), "/ab000000000000000000000000000000");
+  kvprism_string_free(text);
+  FAILS(kvprism_key_schema_key(schema, 1, 5, hash, sizeof hash, &text, &error),
+        KVPRISM_INVALID_ARGUMENT,
+        "kvprism_key_schema_key: 2 problems\n"
+        "  store_index = 1: expected less than 1, the number of stored groups\n"
+        "  rank = 5: expected less than 1, the number of ranks");
+  CHECK(kvprism_key_schema_key(schema, 0, 0, hash, 15, &text, NULL) == KVPRISM_INVALID_ARGUMENT);
+  kvprism_key_schema_free(schema);
+}
+
+static void one_owner_a_side(void) {
+  kvprism_projection* const projection = projection_of(kConfig);
+  kvprism_key_schema* const schema = schema_of(projection);
+  kvprism_memory_pool* pool = NULL;
+  kvprism_store* store = NULL;
+  OK(kvprism_memory_pool_new(NULL, &pool, &error));
+  OK(kvprism_memory_store_new(pool, &store, &error));
+  kvprism_scheduler_options options;
+  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
+  kvprism_scheduler* scheduler = NULL;
+  FAILS(kvprism_scheduler_new(schema, store, &options, &scheduler, &error), KVPRISM_INVALID_CONFIG,
+        "store scheduler: epoch = 0: expected a random value other than 0");
+  options.epoch = 5;
+  OK(kvprism_scheduler_new(schema, store, &options, &scheduler, &error));
+  kvprism_scheduler* second = NULL;
+  FAILS(kvprism_scheduler_new(schema, store, &options, &second, &error), KVPRISM_INVALID_ARGUMENT,
+        "kvprism_scheduler_new: store = used by another scheduler: expected a connection of its "
+        "own");
+  FAILS(kvprism_scheduler_set_mode(scheduler, 4, &error), KVPRISM_INVALID_ARGUMENT,
+        "kvprism_scheduler_set_mode: mode = 4: expected 0 to 3");
+  OK(kvprism_scheduler_set_mode(scheduler, 3, &error));
+  FAILS(kvprism_scheduler_boundary(scheduler, 1, 2, 3, 16, &error), KVPRISM_INVALID_ARGUMENT,
+        "kvprism_scheduler_boundary: group = 2: expected less than 2, the number of groups");
+  char* name = NULL;
+  OK(kvprism_store_name(store, &name, &error));
+  CHECK_TEXT(name, "memory");
+  kvprism_string_free(name);
+  /* Handles go in any order. */
+  kvprism_memory_pool_free(pool);
+  kvprism_store_free(store);
+  kvprism_key_schema_free(schema);
+  kvprism_projection_free(projection);
+  kvprism_scheduler_free(scheduler);
+}
+
+static void mooncake_says_what_is_wrong(void) {
+  kvprism_mooncake_options options;
+  kvprism_store* store = NULL;
+  OK(kvprism_mooncake_options_init(&options, sizeof options, &error));
+  CHECK_TEXT(options.protocol, "tcp");
+  options.protocol = "pigeon";
+  kvprism_error* error = NULL;
+  CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
+  CHECK(kvprism_error_num_problems(error) == 2); /* no master, no such protocol */
+  CHECK(strstr(kvprism_error_message(error), "protocol = pigeon: expected") != NULL);
+  kvprism_error_free(error);
+}
+
+static void null_ready(void* context) { ++*(int*)context; }
+static void count(void* context, const char* name, uint64_t value) {
+  (void)context, (void)name, (void)value;
+}
+
+/* Every function that takes a handle, without one. */
+static void null_handles(void) {
+#define REFUSED(call) CHECK((call) == KVPRISM_INVALID_ARGUMENT)
+  kvprism_projection* projection = NULL;
+  kvprism_projection_info info = {.struct_size = sizeof info};
+  kvprism_group_info group = {.struct_size = sizeof group};
+  kvprism_key_facts facts;
+  kvprism_cache_tensor tensor;
+  kvprism_scheduler_options scheduler_options;
+  kvprism_worker_options worker_options;
+  OK(kvprism_key_facts_init(&facts, sizeof facts, &error));
+  OK(kvprism_cache_tensor_init(&tensor, sizeof tensor, &error));
+  OK(kvprism_scheduler_options_init(&scheduler_options, sizeof scheduler_options, &error));
+  OK(kvprism_worker_options_init(&worker_options, sizeof worker_options, &error));
+  kvprism_key_schema* schema = NULL;
+  kvprism_segment_map* map = NULL;
+  kvprism_store* store = NULL;
+  kvprism_scheduler* scheduler = NULL;
+  kvprism_worker* worker = NULL;
+  const kvprism_hashes hashes = {0};
+  kvprism_blocks blocks = {0};
+  kvprism_load_end end = {.struct_size = sizeof end};
+  const void* bytes = NULL;
+  const uint8_t hash[16] = {0};
+  char* text = NULL;
+  size_t length = 0;
+  uint64_t number = 0;
+  uint32_t small = 0;
+  bool flag = false;
+
+  REFUSED(kvprism_projection_from_json(NULL, 1, &projection, NULL));
+  REFUSED(kvprism_projection_from_json("{}", 2, NULL, NULL));
+  REFUSED(kvprism_projection_get_info(NULL, &info, NULL));
+  REFUSED(kvprism_projection_get_group(NULL, 0, &group, NULL));
+  REFUSED(kvprism_projection_why_not_stored(NULL, 0, &text, NULL));
+  REFUSED(kvprism_projection_check_store(NULL, NULL));
+  REFUSED(kvprism_projection_digest(NULL, &text, NULL));
+  REFUSED(kvprism_key_facts_init(NULL, sizeof facts, NULL));
+  REFUSED(kvprism_key_schema_new(NULL, &facts, &schema, NULL));
+  REFUSED(kvprism_key_schema_key(NULL, 0, 0, hash, sizeof hash, &text, NULL));
+  REFUSED(kvprism_cache_tensor_init(NULL, sizeof tensor, NULL));
+  REFUSED(kvprism_segment_map_new(NULL, &tensor, 1, &map, NULL));
+  REFUSED(kvprism_memory_pool_options_init(NULL, 24, NULL));
+  REFUSED(kvprism_memory_pool_new(NULL, NULL, NULL));
+  REFUSED(kvprism_memory_pool_counters(NULL, &count, NULL, NULL));
+  REFUSED(kvprism_memory_store_new(NULL, &store, NULL));
+  REFUSED(kvprism_mooncake_options_init(NULL, 0, NULL));
+  REFUSED(kvprism_mooncake_store_new(NULL, &store, NULL));
+  REFUSED(kvprism_store_name(NULL, &text, NULL));
+  REFUSED(kvprism_store_close(NULL, 0, &number, NULL));
+  REFUSED(kvprism_scheduler_options_init(NULL, 0, NULL));
+  REFUSED(kvprism_scheduler_new(NULL, NULL, &scheduler_options, &scheduler, NULL));
+  REFUSED(kvprism_scheduler_set_mode(NULL, 0, NULL));
+  REFUSED(kvprism_scheduler_restrict(NULL, 1, true, true, NULL));
+  REFUSED(kvprism_scheduler_lookup(NULL, 1, 17, &hashes, 0, 0, &flag, &small, NULL));
+  REFUSED(kvprism_scheduler_allocated(NULL, 1, 0, &blocks, 1, 0, &number, NULL));
+  REFUSED(kvprism_scheduler_advanced(NULL, 1, 0, &hashes, NULL));
+  REFUSED(kvprism_scheduler_wants_save(NULL, 1, 0, &small, &small, NULL));
+  REFUSED(kvprism_scheduler_save(NULL, 1, 0, 16, &blocks, 1, 0, NULL));
+  REFUSED(kvprism_scheduler_boundary(NULL, 1, 0, 1, 16, NULL));
+  REFUSED(kvprism_scheduler_preempted(NULL, 1, NULL));
+  REFUSED(kvprism_scheduler_finished(NULL, 1, false, NULL));
+  REFUSED(kvprism_scheduler_end_step(NULL, 0, &bytes, &length, NULL));
+  REFUSED(kvprism_scheduler_report(NULL, hash, sizeof hash, 0, NULL));
+  REFUSED(kvprism_scheduler_take_load_end(NULL, &end, &flag, NULL));
+  REFUSED(kvprism_scheduler_take_acquired(NULL, &blocks, NULL));
+  REFUSED(kvprism_scheduler_take_released(NULL, &blocks, NULL));
+  REFUSED(kvprism_scheduler_has_pending_work(NULL, &flag, NULL));
+  REFUSED(kvprism_scheduler_counters(NULL, &count, NULL, NULL));
+  REFUSED(kvprism_worker_options_init(NULL, 0, NULL));
+  REFUSED(kvprism_worker_new(NULL, NULL, NULL, &worker_options, &worker, NULL));
+  int destroyed = 0;
+  const kvprism_ready ready = {.query = NULL, .destroy = &null_ready, .context = &destroyed};
+  REFUSED(kvprism_worker_submit(NULL, hash, sizeof hash, &ready, NULL));
+  CHECK(destroyed == 1);
+  REFUSED(kvprism_worker_poll(NULL, &bytes, &length, NULL));
+  REFUSED(kvprism_worker_wait(NULL, 0, NULL));
+  REFUSED(kvprism_worker_pump(NULL, 0, &flag, NULL));
+  REFUSED(kvprism_worker_close(NULL, 0, 0, &number, NULL));
+  REFUSED(kvprism_worker_counters(NULL, &count, NULL, NULL));
+  FAILS(kvprism_scheduler_lookup(NULL, 1, 17, NULL, 0, 0, NULL, NULL, &error),
+        KVPRISM_INVALID_ARGUMENT,
+        "kvprism_scheduler_lookup: 4 problems\n"
+        "  scheduler = null: expected a pointer\n"
+        "  hashes = null: expected a pointer\n"
+        "  pending = null: expected a pointer\n"
+        "  external_tokens = null: expected a pointer");
+  kvprism_projection_free(NULL);
+  kvprism_key_schema_free(NULL);
+  kvprism_segment_map_free(NULL);
+  kvprism_memory_pool_free(NULL);
+  kvprism_store_free(NULL);
+  kvprism_scheduler_free(NULL);
+  kvprism_worker_free(NULL);
+#undef REFUSED
+}
+
+static void no_line(void* context, int32_t level, const char* line, size_t length) {
+  (void)context, (void)level, (void)line, (void)length;
+}
+
+static void log_sinks(void) {
+  OK(kvprism_set_log_sink(&no_line, NULL, 2, &error));
+  OK(kvprism_set_log_sink(NULL, NULL, 0, &error));
+  FAILS(kvprism_set_log_sink(&no_line, NULL, 5, &error), KVPRISM_INVALID_ARGUMENT,
+        "kvprism_set_log_sink: level = 5: expected 0 to 4");
+}
+
+int main(void) {
+  versions();
+  absent_errors();
+  struct_sizes();
+  projections();
+  one_owner_a_side();
+  mooncake_says_what_is_wrong();
+  null_handles();
+  log_sinks();
+  puts("c interface: all as it should be");
+  return 0;
+}

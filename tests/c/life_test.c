@@ -1,0 +1,207 @@
+/* A small engine in C: saves three blocks, forgets them, and loads them for another request. Run
+   with a pump thread and without. */
+#include "check.h"
+#include "kvprism/kvprism.h"
+
+enum { kBlocks = 8, kPage = 16 * (8 + 8) * 2, kTokens = 48 };
+static const char kConfig[] =
+    "{\"num_blocks\": 8, \"groups\": [{\"kind\": \"full_attention\", \"layers\": [\"l0\"],"
+    " \"block_size\": 16, \"num_kv_heads\": 1, \"head_size\": 8, \"dtype\": \"float16\"}]}";
+static const int64_t kSecond = 1000000000;
+
+typedef struct {
+  kvprism_store* store;
+  kvprism_scheduler* scheduler;
+  kvprism_worker* worker;
+  bool pump_thread;
+  unsigned char* memory;
+  int references[kBlocks];
+  unsigned queries, destroyed;
+} Engine;
+
+static kvprism_ready_state ready_at_second(void* context) {
+  Engine* const engine = context;
+  return ++engine->queries < 2 ? KVPRISM_READY_PENDING : KVPRISM_READY;
+}
+static void destroy_ready(void* context) { ++((Engine*)context)->destroyed; }
+
+static void open_engine(Engine* engine, const kvprism_memory_pool* pool, bool pump_thread) {
+  memset(engine, 0, sizeof *engine);
+  engine->pump_thread = pump_thread;
+  engine->memory = malloc(kBlocks * kPage);
+  CHECK(engine->memory != NULL);
+  kvprism_projection* projection = NULL;
+  OK(kvprism_projection_from_json(kConfig, strlen(kConfig), &projection, &error));
+  kvprism_key_facts facts;
+  OK(kvprism_key_facts_init(&facts, sizeof facts, &error));
+  facts.model = "m";
+  facts.hash_algorithm = "sha256_cbor";
+  kvprism_key_schema* schema = NULL;
+  OK(kvprism_key_schema_new(projection, &facts, &schema, &error));
+  const char* const layers[] = {"l0"};
+  kvprism_cache_tensor tensor;
+  OK(kvprism_cache_tensor_init(&tensor, sizeof tensor, &error));
+  tensor.base = engine->memory;
+  tensor.bytes = kBlocks * kPage;
+  tensor.layers = layers;
+  tensor.num_layers = 1;
+  tensor.block_stride = kPage;
+  kvprism_segment_map* map = NULL;
+  OK(kvprism_segment_map_new(projection, &tensor, 1, &map, &error));
+  OK(kvprism_memory_store_new(pool, &engine->store, &error));
+  kvprism_scheduler_options options;
+  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
+  options.epoch = 0x5eed;
+  options.checked = true;
+  OK(kvprism_scheduler_new(schema, engine->store, &options, &engine->scheduler, &error));
+  kvprism_worker_options worker;
+  OK(kvprism_worker_options_init(&worker, sizeof worker, &error));
+  worker.pump_thread = pump_thread;
+  OK(kvprism_worker_new(schema, map, engine->store, &worker, &engine->worker, &error));
+  kvprism_segment_map_free(map);
+  kvprism_key_schema_free(schema);
+  kvprism_projection_free(projection);
+}
+
+static void close_engine(Engine* engine) {
+  uint64_t unquiet = 1;
+  OK(kvprism_worker_close(engine->worker, kvprism_now(), 5 * kSecond, &unquiet, &error));
+  CHECK(unquiet == 0);
+  unquiet = 1;
+  OK(kvprism_store_close(engine->store, 5 * kSecond, &unquiet, &error));
+  CHECK(unquiet == 0);
+  kvprism_worker_free(engine->worker);
+  kvprism_scheduler_free(engine->scheduler);
+  kvprism_store_free(engine->store);
+  free(engine->memory);
+}
+
+static void follow_references(Engine* engine) {
+  kvprism_blocks blocks;
+  OK(kvprism_scheduler_take_acquired(engine->scheduler, &blocks, &error));
+  for (size_t i = 0; i < blocks.count; ++i) ++engine->references[blocks.ids[i]];
+  OK(kvprism_scheduler_take_released(engine->scheduler, &blocks, &error));
+  for (size_t i = 0; i < blocks.count; ++i) --engine->references[blocks.ids[i]];
+}
+
+static void step(Engine* engine, const kvprism_ready* ready) {
+  const void* bytes = NULL;
+  size_t length = 0;
+  OK(kvprism_scheduler_end_step(engine->scheduler, kvprism_now(), &bytes, &length, &error));
+  if (length != 0) OK(kvprism_worker_submit(engine->worker, bytes, length, ready, &error));
+  follow_references(engine);
+  if (!engine->pump_thread) {
+    bool moved = true;
+    while (moved) OK(kvprism_worker_pump(engine->worker, kvprism_now(), &moved, &error));
+  }
+  OK(kvprism_worker_poll(engine->worker, &bytes, &length, &error));
+  if (length != 0) {
+    /* From anywhere: a report that came over a wire need not be aligned. */
+    unsigned char* const copy = malloc(length + 1);
+    CHECK(copy != NULL);
+    memcpy(copy + 1, bytes, length);
+    OK(kvprism_scheduler_report(engine->scheduler, copy + 1, length, kvprism_now(), &error));
+    free(copy);
+  } else if (engine->pump_thread) {
+    OK(kvprism_worker_wait(engine->worker, kSecond / 1000, &error));
+  }
+  follow_references(engine);
+}
+
+static void drain(Engine* engine, const kvprism_ready* ready) {
+  bool pending = true;
+  while (pending) {
+    step(engine, ready);
+    OK(kvprism_scheduler_has_pending_work(engine->scheduler, &pending, &error));
+  }
+}
+
+static void find_counter(void* context, const char* name, uint64_t value) {
+  if (strcmp(name, "saved_objects") == 0 || strcmp(name, "objects") == 0 ||
+      strcmp(name, "bytes_fetched") == 0)
+    *(uint64_t*)context = value;
+}
+
+static void live(bool pump_thread) {
+  unsigned char hash_bytes[3 * 16];
+  for (size_t i = 0; i < sizeof hash_bytes; ++i) hash_bytes[i] = (unsigned char)(i + 1);
+  const kvprism_hashes hashes = {hash_bytes, 3, 16, 0};
+  const int32_t first[] = {1, 2, 3}, second[] = {5, 6, 7};
+  kvprism_memory_pool* pool = NULL;
+  OK(kvprism_memory_pool_new(NULL, &pool, &error));
+
+  Engine engine;
+  open_engine(&engine, pool, pump_thread);
+  for (size_t i = 0; i < kBlocks * kPage; ++i) engine.memory[i] = (unsigned char)(i * 31 >> 3);
+  unsigned char expected[3 * kPage];
+  memcpy(expected, engine.memory + kPage, sizeof expected);
+  kvprism_blocks row = {first, 3};
+  uint32_t from = 0, to = 0;
+  OK(kvprism_scheduler_advanced(engine.scheduler, 1, kTokens, &hashes, &error));
+  OK(kvprism_scheduler_wants_save(engine.scheduler, 1, kvprism_now(), &from, &to, &error));
+  CHECK(from == 0 && to == kTokens);
+  OK(kvprism_scheduler_save(engine.scheduler, 1, from, to, &row, 1, kvprism_now(), &error));
+  const kvprism_ready ready = {&ready_at_second, &destroy_ready, &engine};
+  drain(&engine, &ready);
+  CHECK(engine.queries == 2);
+  for (int i = 0; i < kBlocks; ++i) CHECK(engine.references[i] == 0);
+  uint64_t saved = 0;
+  OK(kvprism_scheduler_counters(engine.scheduler, &find_counter, &saved, &error));
+  CHECK(saved == 3);
+  OK(kvprism_memory_pool_counters(pool, &find_counter, &saved, &error));
+  CHECK(saved == 3);
+  OK(kvprism_scheduler_finished(engine.scheduler, 1, false, &error));
+  close_engine(&engine);
+
+  /* The engine starts anew; the pool is still there. */
+  open_engine(&engine, pool, pump_thread);
+  memset(engine.memory, 0xaa, kBlocks * kPage);
+  bool pending = true;
+  uint32_t external = 0;
+  for (;;) {
+    OK(kvprism_scheduler_lookup(engine.scheduler, 2, kTokens + 1, &hashes, 0, kvprism_now(),
+                                &pending, &external, &error));
+    if (!pending) break;
+    step(&engine, NULL);
+  }
+  CHECK(external == kTokens);
+  row.ids = second;
+  uint64_t job = 0;
+  OK(kvprism_scheduler_allocated(engine.scheduler, 2, external, &row, 1, kvprism_now(), &job,
+                                 &error));
+  CHECK(job != 0);
+  kvprism_error* out_of_order = NULL;
+  CHECK(kvprism_scheduler_advanced(engine.scheduler, 2, kTokens, &hashes, &out_of_order) ==
+        KVPRISM_INVALID_ARGUMENT);
+  CHECK(strstr(kvprism_error_message(out_of_order), "advanced(request 2) = waiting for load") !=
+        NULL);
+  kvprism_error_free(out_of_order);
+  kvprism_load_end end = {.struct_size = sizeof end};
+  bool found = false;
+  while (!found) {
+    step(&engine, NULL);
+    OK(kvprism_scheduler_take_load_end(engine.scheduler, &end, &found, &error));
+  }
+  CHECK(end.request == 2 && end.job == job && end.valid_tokens == kTokens);
+  CHECK(end.complete && end.blocks_quiet && end.num_failed == 0);
+  CHECK(memcmp(engine.memory + 5 * kPage, expected, sizeof expected) == 0);
+  uint64_t fetched = 0;
+  OK(kvprism_worker_counters(engine.worker, &find_counter, &fetched, &error));
+  CHECK(fetched == 3 * kPage);
+
+  /* A table that is too short is refused, as the scheduler is a checked one; so is a foreign plan.
+   */
+  const uint64_t rubbish[16] = {0};
+  CHECK(kvprism_worker_submit(engine.worker, rubbish, sizeof rubbish, NULL, NULL) ==
+        KVPRISM_MISMATCH);
+  OK(kvprism_scheduler_finished(engine.scheduler, 2, true, &error));
+  close_engine(&engine);
+  kvprism_memory_pool_free(pool);
+}
+
+int main(void) {
+  live(false);
+  live(true);
+  puts("c engine: loaded what it had saved");
+  return 0;
+}

@@ -1,0 +1,221 @@
+#include "kvprism/checked/checked_scheduler.h"
+
+#include <gmock/gmock.h>
+
+#include <string>
+#include <vector>
+
+#include "kvprism/backend/memory_store.h"
+#include "kvprism/base/error.h"
+#include "kvprism/layout/segment_map.h"
+#include "kvprism/store/store_worker.h"
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::Rows;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+constexpr RequestId kRequest{7};
+
+// Full attention and states, both of 16 tokens, in memory that loads can write to.
+class CheckedSchedulerTest : public ::testing::Test {
+ protected:
+  CheckedSchedulerTest()
+      : projection_(test::make_projection({test::full_group(16), test::mamba_group(16)})),
+        schema_(test::make_schema(projection_)),
+        store_(std::make_shared<MemoryStore>(std::make_shared<MemoryPool>())),
+        memory_(2 * kBlocks * kPage),
+        scheduler_(schema_, store_, {.epoch = 1}),
+        worker_(schema_, SegmentMap::make(projection_, {tensor("full", 0), tensor("mamba", 1)}),
+                store_, {}) {}
+
+  CacheTensor tensor(std::string layer, std::size_t at) {
+    CacheTensor tensor;
+    tensor.base = memory_.data() + at * kBlocks * kPage;
+    tensor.bytes = kBlocks * kPage;
+    tensor.layers = {std::move(layer)};
+    tensor.block_stride = kPage;
+    return tensor;
+  }
+
+  // What an engine does once a step.
+  void step() {
+    worker_.submit(scheduler_.end_step(now_).view(), ReadyToken::host());
+    scheduler_.take_acquired(acquired_);
+    while (worker_.pump(now_)) {
+    }
+    WorkerReport report;
+    while (worker_.poll(report)) scheduler_.report(report, now_);
+    scheduler_.take_released(released_);
+    scheduler_.take_load_ends(ends_);
+  }
+  void save_two_blocks(RequestId request) {
+    scheduler_.advanced(request, 32, hashes_.list());
+    scheduler_.save(request, scheduler_.wants_save(request, now_), two_.get(), now_);
+    scheduler_.boundary(request, GroupId{1}, BlockId{4}, 32);
+    step();
+    scheduler_.finished(request, FinishReason::kCompleted);
+  }
+  // The message of the one problem.
+  template <class Call>
+  static std::string refusal(Call&& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      return error.what();
+    }
+    return "not refused";
+  }
+
+  static constexpr std::size_t kBlocks = 64;
+  static constexpr std::size_t kPage = 128;
+  std::shared_ptr<const Projection> projection_;
+  std::shared_ptr<const KeySchema> schema_;
+  std::shared_ptr<MemoryStore> store_;
+  std::vector<std::byte> memory_;
+  CheckedScheduler scheduler_;
+  StoreWorker worker_;
+  Instant now_{1000};
+  Hashes hashes_{2, 1};
+  Rows two_{{{1, 2}, {0, 4}}};
+  Rows others_{{{5, 6}, {0, 8}}};
+  std::vector<BlockId> acquired_;
+  std::vector<BlockId> released_;
+  std::vector<LoadEnd> ends_;
+};
+
+TEST_F(CheckedSchedulerTest, AnEngineThatKeepsTheOrderSeesNothing) {
+  save_two_blocks(RequestId{1});
+  EXPECT_EQ(scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_).pending, true);
+  step();
+  EXPECT_EQ(scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_).external_tokens, 32u);
+  EXPECT_TRUE(scheduler_.allocated(kRequest, 32, others_.get(), now_));
+  step();
+  ASSERT_EQ(ends_.size(), 1u);
+  EXPECT_TRUE(ends_[0].complete);
+  scheduler_.advanced(kRequest, 40, hashes_.list());
+  EXPECT_TRUE(scheduler_.wants_save(kRequest, now_).empty());
+  scheduler_.finished(kRequest, FinishReason::kCompleted);
+  step();
+  EXPECT_EQ(acquired_.size(), released_.size());
+  EXPECT_EQ(scheduler_.tracked(), 0u);
+}
+
+TEST_F(CheckedSchedulerTest, LoadsOnlyWhatALookupOffered) {
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, others_.get(), now_); }),
+            "scheduler call: allocated(request 7) = 32 tokens to load, no answer of a lookup: "
+            "expected at most what the last lookup of this request offered");
+  save_two_blocks(RequestId{1});
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 16, others_.get(), now_); }),
+            "scheduler call: allocated(request 7) = 16 tokens to load, no answer of a lookup: "
+            "expected at most what the last lookup of this request offered");
+  step();
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 48, others_.get(), now_); }),
+            "scheduler call: allocated(request 7) = 48 tokens to load, 32 tokens offered: "
+            "expected at most what the last lookup of this request offered");
+  const Rows one_row({{5, 6}});
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, one_row.get(), now_); }),
+            "scheduler call: allocated(request 7) = 1 block tables: expected 2, one for every "
+            "group of the engine, stored or not");
+  const Rows short_row({{5, 6}, {8}});
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, short_row.get(), now_); }),
+            "scheduler call: allocated(request 7) = a table of 1 blocks for group 1: expected at "
+            "least 2 blocks, for 32 tokens");
+}
+
+TEST_F(CheckedSchedulerTest, ARequestThatLoadsIsLeftAlone) {
+  save_two_blocks(RequestId{1});
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  step();
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  const std::optional<JobId> job = scheduler_.allocated(kRequest, 32, others_.get(), now_);
+  ASSERT_TRUE(job);
+  const std::string rest = " = waiting for load " + std::to_string(raw(*job)) +
+                           ": expected the job's LoadEnd first: until then its blocks belong to "
+                           "the load";
+  EXPECT_EQ(refusal([&] { scheduler_.advanced(kRequest, 40, hashes_.list()); }),
+            "scheduler call: advanced(request 7)" + rest);
+  EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_); }),
+            "scheduler call: lookup(request 7)" + rest);
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 0, others_.get(), now_); }),
+            "scheduler call: allocated(request 7)" + rest);
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 32}, others_.get(), now_); }),
+            "scheduler call: save(request 7)" + rest);
+  step();
+  scheduler_.advanced(kRequest, 40, hashes_.list());
+}
+
+TEST_F(CheckedSchedulerTest, SavesWhatIsWanted) {
+  scheduler_.advanced(kRequest, 32, hashes_.list());
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {16, 32}, two_.get(), now_); }),
+            "scheduler call: save(request 7) = range [16, 32): expected what wants_save says, "
+            "[0, 32), or a first part of it in multiples of 16 tokens");
+  EXPECT_EQ(refusal([&] { scheduler_.save(RequestId{9}, {0, 16}, two_.get(), now_); }),
+            "scheduler call: save(request 9) = range [0, 16): expected no save, as wants_save has "
+            "nothing");
+  EXPECT_EQ(refusal([&] { scheduler_.boundary(kRequest, GroupId{0}, BlockId{3}, 16); }),
+            "scheduler call: boundary(request 7) = group 0: expected a group whose states are "
+            "handed off");
+  EXPECT_EQ(refusal([&] { scheduler_.boundary(kRequest, GroupId{1}, BlockId{0}, 16); }),
+            "scheduler call: boundary(request 7) = block 0 at 16 tokens: expected a block of the "
+            "pool, at a multiple of 16 tokens whose hash is known");
+  scheduler_.save(kRequest, {0, 16}, two_.get(), now_);
+}
+
+TEST_F(CheckedSchedulerTest, BlocksAreHeldBeforeOthersAreFreed) {
+  scheduler_.advanced(kRequest, 32, hashes_.list());
+  scheduler_.save(kRequest, scheduler_.wants_save(kRequest, now_), two_.get(), now_);
+  const auto message = [](const std::string& call) {
+    return "scheduler call: " + call +
+           " = 2 acquired blocks not taken: expected take_acquired first: a block freed before "
+           "it may be reused while a job needs it";
+  };
+  EXPECT_EQ(refusal([&] { scheduler_.finished(kRequest, FinishReason::kAborted); }),
+            message("finished(request 7)"));
+  EXPECT_EQ(refusal([&] { scheduler_.preempted(kRequest); }), message("preempted(request 7)"));
+  EXPECT_EQ(refusal([&] { scheduler_.take_released(released_); }), message("take_released"));
+  scheduler_.end_step(now_);
+  EXPECT_EQ(refusal([&] { scheduler_.end_step(now_); }), message("end_step"));
+  scheduler_.take_acquired(acquired_);
+  EXPECT_THAT(acquired_, ElementsAre(BlockId{1}, BlockId{2}));
+  scheduler_.end_step(now_);
+  scheduler_.finished(kRequest, FinishReason::kAborted);
+  scheduler_.take_released(released_);
+  EXPECT_THAT(released_, IsEmpty());
+}
+
+TEST_F(CheckedSchedulerTest, HashesContinueThoseThatAreKnown) {
+  scheduler_.advanced(kRequest, 16, hashes_.list());
+  const Hashes four(4, 1);
+  EXPECT_EQ(refusal([&] { scheduler_.advanced(kRequest, 48, four.list(3)); }),
+            "scheduler call: advanced(request 7) = hashes 3 to 4 of 16 bytes: expected hashes of "
+            "one width that begin at or before number 2");
+  const Hashes foreign(2, 99);
+  EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, foreign.list(), 0, now_); }),
+            "scheduler call: lookup(request 7) = other hashes than before: expected the same "
+            "prefix, or finished() before the id is used again");
+  EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, hashes_.list(), 7, now_); }),
+            "scheduler call: lookup(request 7) = local hit of 7 tokens: expected a multiple of 16 "
+            "tokens");
+}
+
+TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
+  scheduler_.end_step(Instant{5000});
+  EXPECT_EQ(refusal([&] { scheduler_.wants_save(kRequest, Instant{4000}); }),
+            "scheduler call: wants_save(request 7) = now is 4000 ns: expected at least 5000 ns, "
+            "the time of an earlier call");
+  const std::vector<std::byte> rubbish(24);
+  EXPECT_EQ(refusal([&] { scheduler_.report(rubbish, Instant{5000}); }),
+            "scheduler call: report = 24 bytes that cannot be read: expected reports as "
+            "StoreWorker::poll gave them, one behind the other");
+}
+
+}  // namespace
+}  // namespace kvprism
