@@ -21,11 +21,12 @@ FOLDERS = (
     "cpp/include/kvprism",
     "third_party/mooncake",
     "bindings",
+    "tests/c",
     "tests/cpp",
     "tests/fuzz",
     "benchmarks/cpp",
 )
-SUFFIXES = (".cpp", ".h")
+SUFFIXES = (".c", ".cpp", ".h")
 
 
 def source_files() -> list[str]:

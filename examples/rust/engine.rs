@@ -40,7 +40,7 @@ struct SchedulerOptions {
     saves: bool,
     detach_quarantined_loads: bool,
     checked: bool,
-    durations_ns: [i64; 8],
+    durations_ns: [i64; 9],
     backoff_after: u32,
     max_held_percent: u32,
 }

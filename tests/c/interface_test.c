@@ -215,6 +215,7 @@ static void null_handles(void) {
   kvprism_blocks blocks = {0};
   kvprism_load_end end = {.struct_size = sizeof end};
   const void* bytes = NULL;
+  const char* word = NULL;
   const uint8_t hash[16] = {0};
   char* text = NULL;
   size_t length = 0;
@@ -245,6 +246,8 @@ static void null_handles(void) {
   REFUSED(kvprism_scheduler_options_init(NULL, 0, NULL));
   REFUSED(kvprism_scheduler_new(NULL, NULL, &scheduler_options, &scheduler, NULL));
   REFUSED(kvprism_scheduler_set_mode(NULL, 0, NULL));
+  REFUSED(kvprism_scheduler_purge(NULL, 0, NULL));
+  REFUSED(kvprism_scheduler_purge_status(NULL, &word, &number, NULL));
   REFUSED(kvprism_scheduler_restrict(NULL, 1, true, true, NULL));
   REFUSED(kvprism_scheduler_lookup(NULL, 1, 17, &hashes, 0, 0, &flag, &small, NULL));
   REFUSED(kvprism_scheduler_allocated(NULL, 1, 0, &blocks, 1, 0, &number, NULL));

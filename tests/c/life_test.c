@@ -195,6 +195,17 @@ static void live(bool pump_thread) {
   CHECK(kvprism_worker_submit(engine.worker, rubbish, sizeof rubbish, NULL, NULL) ==
         KVPRISM_MISMATCH);
   OK(kvprism_scheduler_finished(engine.scheduler, 2, true, &error));
+
+  const char* state = NULL;
+  uint64_t removed = 0;
+  OK(kvprism_scheduler_purge(engine.scheduler, kvprism_now(), &error));
+  while (removed < 3) {
+    step(&engine, NULL);
+    OK(kvprism_scheduler_purge_status(engine.scheduler, &state, &removed, &error));
+  }
+  CHECK_TEXT(state, "waiting");
+  OK(kvprism_memory_pool_counters(pool, &find_counter, &saved, &error));
+  CHECK(saved == 0);
   close_engine(&engine);
   kvprism_memory_pool_free(pool);
 }

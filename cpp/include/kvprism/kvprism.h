@@ -295,6 +295,7 @@ typedef struct kvprism_scheduler_options {
   int64_t backoff_ns;
   int64_t saved_fresh_for_ns;
   int64_t avoid_failed_for_ns;
+  int64_t purge_settle_ns;
   uint32_t backoff_after;
   uint32_t max_held_percent;
 } kvprism_scheduler_options;
@@ -322,6 +323,13 @@ KVPRISM_API kvprism_status kvprism_scheduler_new(const kvprism_key_schema* schem
 /* `mode`: 0 read and write, 1 read only, 2 write only, 3 off. */
 KVPRISM_API kvprism_status kvprism_scheduler_set_mode(kvprism_scheduler* scheduler, int32_t mode,
                                                       kvprism_error** error);
+/* Removes every object of the key schema; moves on in kvprism_scheduler_end_step. */
+KVPRISM_API kvprism_status kvprism_scheduler_purge(kvprism_scheduler* scheduler, int64_t now_ns,
+                                                   kvprism_error** error);
+/* `state`: a word such as "draining", "none" or "done", never freed; `removed`: objects so far. */
+KVPRISM_API kvprism_status kvprism_scheduler_purge_status(const kvprism_scheduler* scheduler,
+                                                          const char** state, uint64_t* removed,
+                                                          kvprism_error** error);
 KVPRISM_API kvprism_status kvprism_scheduler_restrict(kvprism_scheduler* scheduler,
                                                       uint64_t request, bool load, bool save,
                                                       kvprism_error** error);

@@ -44,6 +44,11 @@ kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
     visitor(context, "reports_foreign", c.reports_foreign);
     visitor(context, "reports_malformed", c.reports_malformed);
     visitor(context, "chunks_avoided", c.chunks_avoided);
+    visitor(context, "mismatches", c.mismatches);
+    visitor(context, "objects_removed", c.objects_removed);
+    visitor(context, "removals_failed", c.removals_failed);
+    visitor(context, "purges", c.purges);
+    visitor(context, "objects_purged", c.objects_purged);
     visitor(context, "bypasses", c.bypasses);
     const LedgerCounters& l = c.ledger;
     visitor(context, "ledger.started", l.started);

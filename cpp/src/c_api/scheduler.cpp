@@ -84,6 +84,7 @@ StoreSchedulerOptions to_options(const kvprism_scheduler_options& given) {
   options.backoff = Duration{given.backoff_ns};
   options.saved_fresh_for = Duration{given.saved_fresh_for_ns};
   options.avoid_failed_for = Duration{given.avoid_failed_for_ns};
+  options.purge_settle = Duration{given.purge_settle_ns};
   options.backoff_after = given.backoff_after;
   options.max_held_percent = given.max_held_percent;
   return options;
@@ -111,6 +112,7 @@ kvprism_status kvprism_scheduler_options_init(kvprism_scheduler_options* options
                                 .backoff_ns = defaults.backoff.ns,
                                 .saved_fresh_for_ns = defaults.saved_fresh_for.ns,
                                 .avoid_failed_for_ns = defaults.avoid_failed_for.ns,
+                                .purge_settle_ns = defaults.purge_settle.ns,
                                 .backoff_after = defaults.backoff_after,
                                 .max_held_percent = defaults.max_held_percent},
       error);
@@ -148,6 +150,31 @@ kvprism_status kvprism_scheduler_set_mode(kvprism_scheduler* scheduler, int32_t 
       arguments.wrong("mode", std::to_string(mode), "0 to 3");
     arguments.check();
     scheduler->call([&](auto& s) { s.set_mode(static_cast<StoreMode>(mode)); });
+  });
+}
+
+kvprism_status kvprism_scheduler_purge(kvprism_scheduler* scheduler, int64_t now_ns,
+                                       kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_purge");
+    arguments.need(scheduler, "scheduler");
+    arguments.check();
+    scheduler->call([&](auto& s) { s.purge(Instant{now_ns}); });
+  });
+}
+
+kvprism_status kvprism_scheduler_purge_status(const kvprism_scheduler* scheduler,
+                                              const char** state, uint64_t* removed,
+                                              kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_purge_status");
+    arguments.need(scheduler, "scheduler");
+    arguments.need(state, "state");
+    arguments.need(removed, "removed");
+    arguments.check();
+    const PurgeStatus status = scheduler->base().purge_status();
+    *state = to_string(status.state).data();  // a literal
+    *removed = status.removed;
   });
 }
 
