@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake soak-vllm clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
@@ -29,7 +29,10 @@ test: build ## C++ and Python tests
 test-vllm: build ## Tests with the real vLLM on CPU; installs it in .venv-vllm (4 GB)
 	@bash scripts/vllm_env.sh
 	@.venv-vllm/bin/python tests/vllm/versions.py
-	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= tests/vllm $(PYTEST_ARGS)
+	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= -m 'not soak' tests/vllm $(PYTEST_ARGS)
+
+soak-vllm: build ## Tests with the real vLLM that take long
+	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= -m soak tests/vllm $(PYTEST_ARGS)
 
 test-asan: ## C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@bash scripts/sanitize.sh asan

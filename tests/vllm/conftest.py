@@ -10,6 +10,10 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "build" / "vllm-models"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: takes long; make soak-vllm runs it")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _vllm() -> None:
     pytest.importorskip("vllm", reason="make test-vllm installs it")

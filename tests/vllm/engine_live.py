@@ -1,6 +1,7 @@
 """An engine that waits for orders: JSON lines on stdin, answers as JSON lines on fd 3.
 
-The first line has ``model``, ``engine`` and ``connector``. Each further line has ``prompts``,
+The first line has ``model``, ``engine`` and ``connector``, and may have ``watch``: a file for the
+notes of byte_watch.py, whose counts are then part of each answer. Each further line has ``prompts``,
 ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and ``abort_after``: abort
 all of them after so many steps, unless it is null; and ``settle``: wait for the connector's work.
 An empty line ends it.
@@ -26,7 +27,16 @@ def main() -> None:
     arguments = dict(task["engine"])
     if task["connector"]:
         arguments["kv_transfer_config"] = task["connector"]
+    if "ring" in os.path.basename(task["model"]):
+        import ring_model
+
+        ring_model.register()
+    watch = task.get("watch")
+    if watch:
+        arguments["worker_extension_cls"] = "byte_watch.ByteWatch"
     llm = LLM(model=task["model"], **arguments)
+    if watch:
+        llm.collective_rpc("byte_watch_start", args=(watch,))
     answer.write(json.dumps({"started": True}) + "\n")
     for line in sys.stdin:
         if not line.strip():
@@ -60,6 +70,8 @@ def main() -> None:
                 if entry.name.startswith("vllm:kvprism_")
             },
         }
+        if watch:
+            reply["watch"] = llm.collective_rpc("byte_watch_report")
         answer.write(json.dumps(reply) + "\n")
     llm.llm_engine.engine_core.shutdown()
     answer.write(json.dumps({"ended": True}) + "\n")

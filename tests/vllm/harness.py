@@ -151,6 +151,7 @@ class LiveEngine:
         engine: Mapping[str, Any],
         connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        watch: Path | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in __exit__
         reader, writer = os.pipe()
@@ -172,7 +173,12 @@ class LiveEngine:
         )
         os.close(writer)
         self._answers = os.fdopen(reader)
-        task = {"model": str(model), "engine": {**_ENGINE, **engine}, "connector": connector}
+        task = {
+            "model": str(model),
+            "engine": {**_ENGINE, **engine},
+            "connector": connector,
+            "watch": str(watch) if watch else None,
+        }
         self._order(task)
 
     def __enter__(self) -> LiveEngine:
