@@ -4,12 +4,14 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,7 @@
 #include "gil_free.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hit/hit_search.h"
+#include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
 
 namespace kvprism::bindings {
@@ -194,6 +197,23 @@ std::vector<std::pair<std::uint32_t, std::uint32_t>> load_ranges(const Finder& f
   return ranges;
 }
 
+std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> prompt_end_chunks(
+    const Finder& finder, std::uint32_t prompt_tokens) {
+  const HitSearch& search = finder.search();
+  bool drafts = false;
+  for (const HitGroup& group : search.groups()) drafts |= group.draft;
+  const PromptEnd end = prompt_end(prompt_tokens, search.grid(), drafts);
+  std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> chunks;
+  for (std::uint32_t g = 0; g < search.groups().size() && end.proof != 0; ++g) {
+    const HitGroup& group = search.groups()[g];
+    const ChunkRange range = end_chunks(group, search.grid(), end);
+    for (std::uint32_t chunk = range.first; chunk < range.end; ++chunk) {
+      chunks.emplace_back(g, chunk, end_mark(group, end, chunk));
+    }
+  }
+  return chunks;
+}
+
 nb::list mask_rows(const Finder& finder, std::uint32_t from, std::uint32_t to,
                    std::optional<std::uint32_t> retention, const ReplayBoundaries& boundaries) {
   const HitSearch& search = finder.search();
@@ -290,6 +310,9 @@ Raises:
            "Tokens of the prefix whose object ends a hit, for each map and group; 0 for none.")
       .def("load_ranges", &load_ranges, "hit"_a, "local"_a = 0,
            "Chunks of each group that a load fetches, as (first, end).")
+      .def("prompt_end_chunks", &prompt_end_chunks, "prompt_tokens"_a,
+           "What is stored for the end of a prompt beside whole steps, as (group, chunk, tokens of "
+           "the prefix that names it).")
       .def(
           "lookup_masks",
           [](const Finder& finder, std::uint32_t tokens) {

@@ -54,9 +54,10 @@ void source_ranges(const Projection& projection, const TokenRange& range,
     const ResolvedGroup& group = projection.group(id);
     const bool positional =
         projection.store_index(id).has_value() && group.traits.save == SaveRule::kPositional;
-    out.push_back(positional ? RowRange{range.from / group.tokens_per_block,
-                                        range.to / group.tokens_per_block}
-                             : RowRange{});
+    out.push_back(positional
+                      ? RowRange{range.from / group.tokens_per_block,
+                                 (range.to + group.tokens_per_block - 1) / group.tokens_per_block}
+                      : RowRange{});
   }
 }
 
@@ -336,6 +337,19 @@ Args:
 
 Returns:
     The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.)")
+      .def(
+          "prompt",
+          [](BoundScheduler& b, std::uint64_t request, std::uint32_t prompt_tokens) {
+            Use(b)->prompt(RequestId{request}, prompt_tokens);
+          },
+          "request"_a, "prompt_tokens"_a,
+          R"(Tells how long the prompt is, for requests that are not looked up.
+
+Where hits may end inside a block, the end of a prompt is saved as well.
+
+Args:
+    request: The request.
+    prompt_tokens: Tokens of its prompt.)")
       .def(
           "advanced",
           [](BoundScheduler& b, std::uint64_t request, std::uint32_t accepted_tokens,

@@ -205,6 +205,21 @@ def compare_masks(
             counts["store masks"] += 1
 
 
+def compare_prompt_ends(
+    reference: Reference, search: Any, rng: random.Random, counts: Counts
+) -> None:
+    """What the end of a prompt leaves in the store where hits may end inside a block."""
+    hashes = [hash_bytes(unit) for unit in range(HASHES)]
+    if reference.alignment == reference.step:
+        expect("end of a prompt", search.prompt_end_chunks(HASHES * reference.unit - 1), [])
+        return
+    for _ in range(8):
+        prompt = rng.randrange(1, HASHES * reference.unit + 1)
+        ours = search.prompt_end_chunks(prompt)
+        expect("end of a prompt", ours, reference.prompt_tail(hashes, prompt), prompt=prompt)
+        counts["ends of prompts"] += 1
+
+
 def reachable(search: Any, reference: Reference, row: np.ndarray, tokens: int) -> np.ndarray:
     """What a lookup of `tokens` sees of a map: without partial hits only chunks that can serve."""
     seen = np.zeros_like(row)
@@ -473,6 +488,7 @@ def compare(
         rng.randrange(0, total // reference.alignment + 1) * reference.alignment for _ in range(4)
     ]
     compare_masks(reference, search, hits, rng, counts)
+    compare_prompt_ends(reference, search, rng, counts)
     for trait in case.traits:
         counts[f"with {trait}"] += MAPS
     counts["with partial hits" if reference.alignment < reference.step else "whole blocks"] += MAPS

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noq
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
     data,
+    scheduler,
     worker,
 )
 from vllm.v1 import kv_cache_interface as interface  # noqa: E402
@@ -169,6 +170,20 @@ class Reference:
     def find(self, hashes: list[bytes], exists: set[tuple[int, bytes]], max_tokens: int) -> int:
         pool = coordinators.ExternalCachedBlockPool(self.unit, exists)
         return self.coordinator.find_longest_cache_hit(hashes, max_tokens, pool)[1]
+
+    def prompt_tail(self, hashes: list[bytes], prompt_tokens: int) -> list[tuple[int, int, int]]:
+        """(group, block, tokens) of what is published when a prompt has been computed."""
+        rows = [[1000 * (group + 1) + at for at in range(64)] for group in range(len(self.groups))]
+        request = SimpleNamespace(
+            boundary_puts=None,
+            publish_partial_tail=True,
+            num_prompt_tokens=prompt_tokens,
+            completed_token_len=prompt_tokens,
+            block_hashes=hashes[: prompt_tokens // self.unit],
+            block_ids=rows,
+        )
+        puts = scheduler._partial_tail_non_mamba_puts(self.coordinator, request, self.block_sizes)
+        return [(put.group_id, put.block_id % 1000, put.num_tokens) for put in puts]
 
     def worker_of(self, tp: int = 0, pcp: int = 0, dcp: int = 0, pp: int = 0) -> Any:
         """A worker of the given rank with what its keys and lookups need, and no store yet."""

@@ -262,7 +262,7 @@ std::uint32_t Projection::replay_tokens() const noexcept { return impl_->replay_
 std::uint32_t Projection::max_hit(std::uint32_t prompt_tokens) const noexcept {
   if (prompt_tokens <= impl_->replay_tokens) return 0;
   const std::uint32_t usable = prompt_tokens - impl_->replay_tokens;
-  return usable - usable % impl_->scheduler_block_size;
+  return usable - usable % impl_->hit_alignment;
 }
 
 const Digest& Projection::digest() const noexcept { return impl_->digest; }

@@ -52,14 +52,6 @@ HitSearch::HitSearch(std::vector<HitGroup> groups, const HitGrid& grid)
 HitSearch::HitSearch(const Projection& projection)
     : HitSearch(hit_groups(projection), hit_grid(projection)) {}
 
-HitSearch HitSearch::of_whole_blocks(const Projection& projection) {
-  std::vector<HitGroup> groups = hit_groups(projection);
-  for (HitGroup& group : groups) group.unit_tokens = group.chunk_tokens;
-  HitGrid grid = hit_grid(projection);
-  grid.alignment = grid.step;
-  return {std::move(groups), grid};
-}
-
 std::uint32_t HitSearch::find(const Presence& presence, std::uint32_t local,
                               std::uint32_t max_tokens) noexcept {
   return search(presence, local, max_tokens, true);

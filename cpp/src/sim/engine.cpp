@@ -28,6 +28,7 @@ Engine::Engine(std::shared_ptr<const Projection> projection,
   e.observer = observer == nullptr ? &e.silent : observer;
   e.groups = model_groups(*e.projection);
   e.step_tokens = e.projection->scheduler_block_size();
+  e.alignment = e.projection->hit_alignment();
   e.replay = model_replay(e.groups);
   e.has_state = std::any_of(e.groups.begin(), e.groups.end(), [](const GroupModel& group) {
     return group.kind == GroupModel::Kind::kState;

@@ -35,12 +35,12 @@ void Engine::Impl::drop_tables(Sequence& sequence) {
   }
 }
 
-// Gives back everything beyond `tokens`, a multiple of S.
+// Gives back everything beyond `tokens`, a multiple of the alignment.
 void Engine::Impl::truncate(Sequence& sequence, std::uint32_t tokens) {
   for (const GroupModel& group : groups) {
     if (group.kind == GroupModel::Kind::kRing) continue;
     auto& table = sequence.tables[raw(group.id)];
-    while (table.size() > tokens / group.tokens) {
+    while (table.size() > group.chunks(tokens)) {
       if (table.back() != kNullBlock) drop(table.back());
       table.pop_back();
     }
@@ -83,6 +83,8 @@ bool Engine::Impl::add_missing(Sequence& sequence, std::vector<Destination>* tak
     auto& table = sequence.tables[raw(wanted.group)];
     if (table.size() <= wanted.chunk) table.resize(wanted.chunk + 1, kNullBlock);
     wanted.block = take_block();
+    // A state that was handed off stays as it is: the request goes on in another block.
+    if (table[wanted.chunk] != kNullBlock) drop(table[wanted.chunk]);
     table[wanted.chunk] = wanted.block;
     if (taken != nullptr) taken->push_back(wanted);
   }
@@ -94,8 +96,8 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
   missing.clear();
   for (const GroupModel& group : groups) {
     const auto& table = sequence.tables[raw(group.id)];
-    const auto want = [&](std::uint32_t chunk) {
-      if (chunk >= table.size() || table[chunk] == kNullBlock)
+    const auto want = [&](std::uint32_t chunk, bool frozen = false) {
+      if (chunk >= table.size() || table[chunk] == kNullBlock || frozen)
         missing.push_back({group.id, chunk, {}});
     };
     switch (group.kind) {
@@ -106,14 +108,16 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
           want(chunk);
         break;
       case GroupModel::Kind::kState:
-        want((to - 1) / group.tokens);
+        want((to - 1) / group.tokens, sequence.frozen && sequence.computed % group.tokens != 0);
         break;
       case GroupModel::Kind::kRing:
         want(0);
         break;
     }
   }
-  return add_missing(sequence, nullptr);
+  if (!add_missing(sequence, nullptr)) return false;
+  sequence.frozen = false;
+  return true;
 }
 
 // What a load from `local` to `hit` tokens writes; `taken` has the destinations without the ring.
@@ -123,7 +127,7 @@ bool Engine::Impl::allocate_load(Sequence& sequence, std::uint32_t local, std::u
   for (const GroupModel& group : groups) {
     if (group.kind == GroupModel::Kind::kRing) continue;
     const std::uint32_t first = std::max(group.first_needed(hit), local / group.tokens);
-    for (std::uint32_t chunk = first; chunk < hit / group.tokens; ++chunk)
+    for (std::uint32_t chunk = first; chunk < group.chunks(hit); ++chunk)
       missing.push_back({group.id, chunk, {}});
   }
   return add_missing(sequence, &taken);

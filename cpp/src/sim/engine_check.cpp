@@ -61,6 +61,8 @@ void Engine::Impl::verify(const Sequence& sequence, VerifyResult& result) {
         }
         break;
       case GroupModel::Kind::kState:
+        // While a step runs, the request may have left a state that was handed off to its job.
+        if (in_flight && group.fine && computed % group.tokens != 0) break;
         check((computed - 1) / group.tokens, computed - 1, computed);
         break;
       case GroupModel::Kind::kRing: {

@@ -130,7 +130,7 @@ void Engine::Impl::end_load(const LoadEnd& end) {
     return;
   }
   const std::uint32_t valid = end.blocks_quiet ? end.valid_tokens : load.local;
-  if (valid < load.local || valid > load.hit || valid % step_tokens != 0 ||
+  if (valid < load.local || valid > load.hit || valid % alignment != 0 ||
       (end.complete && valid != load.hit)) {
     fail("load job " + std::to_string(raw(end.job)) + " from " + std::to_string(load.local) +
          " to " + std::to_string(load.hit) + " tokens ends with " + std::to_string(valid) +
@@ -145,7 +145,7 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
   for (const GroupModel& group : groups) {
     if (group.kind == GroupModel::Kind::kRing || valid == load.local) continue;
     const auto& table = sequence.tables[raw(group.id)];
-    for (std::uint32_t chunk = group.first_needed(valid); chunk < valid / group.tokens; ++chunk) {
+    for (std::uint32_t chunk = group.first_needed(valid); chunk < group.chunks(valid); ++chunk) {
       if (chunk >= table.size() || table[chunk] == kNullBlock) {
         fail("a load is valid up to " + std::to_string(valid) + ", but group " +
              std::to_string(raw(group.id)) + " was never to have chunk " + std::to_string(chunk));
@@ -155,13 +155,12 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
   }
   for (const Destination& destination : load.destinations) {
     const GroupModel& group = groups[raw(destination.group)];
-    const bool used = destination.chunk >= group.first_needed(valid) &&
-                      (destination.chunk + 1) * group.tokens <= valid;
-    if (!used) continue;
+    const std::uint32_t from = destination.chunk * group.tokens;
+    const std::uint32_t to = std::min(from + group.tokens, valid);
+    if (destination.chunk < group.first_needed(valid) || to <= from) continue;
     std::uint64_t bytes = 0;
     const std::uint64_t wrong =
-        compare(group, destination.chunk, destination.block, sequence.trail,
-                destination.chunk * group.tokens, (destination.chunk + 1) * group.tokens, &bytes);
+        compare(group, destination.chunk, destination.block, sequence.trail, from, to, &bytes);
     stats.bytes_verified += bytes;
     stats.bytes_mismatched += wrong;
     stats.groups[raw(group.id)].bytes_loaded += bytes;

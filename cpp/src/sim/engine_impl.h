@@ -58,6 +58,8 @@ struct Sequence {
   std::uint32_t computed = 0;   // tokens whose contents are in the blocks
   std::uint32_t ring_from = 0;  // the ring holds no position before this
   bool offered = false;         // the state after `computed` tokens has been offered
+  bool frozen = false;          // and lies inside a block, which must not change from then on
+  std::uint32_t prefill = 0;    // tokens that were there when it was scheduled from the start
   bool started = false;
   std::vector<std::vector<BlockId>> tables;  // by group
   std::uint32_t reported_hashes = 0;         // to the observer
@@ -87,6 +89,7 @@ struct Engine::Impl {
 
   std::vector<GroupModel> groups;
   std::uint32_t step_tokens = 1;  // S, by our own arithmetic
+  std::uint32_t alignment = 1;    // hits of the store end on multiples of it
   std::uint32_t replay = 1;
   bool has_state = false;
   BlockPool pool{2};
@@ -147,6 +150,10 @@ struct Engine::Impl {
 
   // Scheduling (engine_schedule.cpp).
   std::uint32_t max_hit(std::uint32_t tokens) const;
+  // Where the state at the end of the prompt is kept; 0 when hits end on whole blocks only.
+  std::uint32_t checkpoint(const Sequence& sequence) const {
+    return alignment < step_tokens ? model_checkpoint(sequence.prefill, alignment) : 0;
+  }
   bool can_ever_fit(const Request& request) const;
   std::uint32_t target(const Sequence& sequence, std::uint32_t budget) const;
   void schedule(Instant now);

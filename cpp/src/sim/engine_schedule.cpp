@@ -8,7 +8,7 @@ namespace kvprism::sim {
 
 std::uint32_t Engine::Impl::max_hit(std::uint32_t tokens) const {
   if (tokens <= replay) return 0;
-  return (tokens - replay) / step_tokens * step_tokens;
+  return (tokens - replay) / alignment * alignment;
 }
 
 // Alone in the pool, could the request run to its end?
@@ -28,7 +28,7 @@ bool Engine::Impl::can_ever_fit(const Request& request) const {
         blocks += std::min(all, (group.window + chunk) / group.tokens + 2);
         break;
       case GroupModel::Kind::kState:
-        blocks += 2;
+        blocks += group.fine ? 3 : 2;
         break;
       case GroupModel::Kind::kRing:
         blocks += 1;
@@ -49,6 +49,8 @@ std::uint32_t Engine::Impl::target(const Sequence& sequence, std::uint32_t budge
   } else if (sequence.computed < last && to > last) {
     to = last;
   }
+  const std::uint32_t end = checkpoint(sequence);
+  if (sequence.computed < end && end < to) to = end;
   return std::max(to, sequence.computed);
 }
 
@@ -56,6 +58,7 @@ void Engine::Impl::preempt(Sequence& sequence) {
   drop_tables(sequence);
   sequence.computed = 0;
   sequence.offered = false;
+  sequence.frozen = false;
   sequence.phase = Sequence::Phase::kWaiting;
   ++sequence.result.preemptions;
   ++stats.preemptions;
@@ -135,6 +138,7 @@ bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Inst
   const std::uint32_t size = sequence.trail.size();
   const std::uint32_t local =
       options.local_cache ? cache.longest(groups, sequence.trail, step_tokens, max_hit(size)) : 0;
+  sequence.prefill = size;
   const auto hashes = sequence.trail.hashes();
   const HashList list{hashes.empty() ? nullptr : hashes[0].data(), sequence.trail.num_hashes(),
                       sizeof(BlockHash)};
@@ -143,7 +147,7 @@ bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Inst
   observer->looked_up(sequence.id, sequence.trail.tokens(), local, answer);
   if (answer.pending) return false;
   const std::uint32_t external = answer.external_tokens;
-  if (external % step_tokens != 0 || local + external > std::max(local, max_hit(size))) {
+  if (external % alignment != 0 || local + external > std::max(local, max_hit(size))) {
     fail("a lookup of " + std::to_string(size) + " tokens offers " + std::to_string(external) +
          " beyond " + std::to_string(local));
     return false;
@@ -237,9 +241,11 @@ void Engine::Impl::schedule(Instant now) {
   }
 }
 
-// Names the blocks with the state after `tokens`, where that can end a hit.
+// Names the blocks with the state after `tokens`, where that can end a hit: at multiples of S, and
+// at the end of the prompt.
 void Engine::Impl::offer_states(Sequence& sequence, std::uint32_t tokens) {
-  if (sequence.offered || tokens == 0 || tokens % step_tokens != 0) return;
+  if (sequence.offered || tokens == 0) return;
+  if (tokens % step_tokens != 0 && tokens != checkpoint(sequence)) return;
   for (const GroupModel& group : groups) {
     if (group.kind != GroupModel::Kind::kState) continue;
     const auto& table = sequence.tables[raw(group.id)];
@@ -247,6 +253,7 @@ void Engine::Impl::offer_states(Sequence& sequence, std::uint32_t tokens) {
     if (column < table.size()) scheduler->boundary(sequence.id, group.id, table[column], tokens);
   }
   sequence.offered = true;
+  sequence.frozen = true;
 }
 
 void Engine::Impl::tell_hashes(Sequence& sequence) {
@@ -270,6 +277,7 @@ void Engine::Impl::connect(Instant now) {
                          sequence.trail.num_hashes() - known, sizeof(BlockHash), known};
     scheduler->advanced(sequence.id, work.to, fresh);
     sequence.offered = false;
+    sequence.frozen = false;
     if (!options.offer_states_late) offer_states(sequence, work.to);
     const TokenRange range = scheduler->wants_save(sequence.id, now);
     if (range.empty()) continue;

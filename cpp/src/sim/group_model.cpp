@@ -59,6 +59,9 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
     if (group.spec.sliding_window)
       model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
     model.replay = group.spec.replay_tokens.value_or(0);
+    model.fine =
+        (model.kind == GroupModel::Kind::kFull || model.kind == GroupModel::Kind::kState) &&
+        projection.hit_alignment() < model.tokens;
     model.layers = static_cast<std::uint32_t>(group.layers.size());
     model.shape = shape_of(group, model.kind);
     if (model.shape.bytes() != group.page_size_bytes) {

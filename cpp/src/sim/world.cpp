@@ -86,6 +86,7 @@ struct HeldReport {
 struct Completed {
   RequestId id{};
   std::vector<std::uint32_t> tokens;
+  std::uint32_t prompt = 0;
 };
 
 class WorldRun {
@@ -97,7 +98,8 @@ class WorldRun {
         projection_(Projection::make(config_.cache, SpecRegistry::builtin())),
         schema_(KeySchema::kvprism(projection_, facts())),
         pool_(std::make_shared<MemoryPool>(config_.pool)),
-        objects_(model_groups(*projection_), config_.cache.parallel.tp),
+        objects_(model_groups(*projection_), config_.cache.parallel.tp,
+                 projection_->hit_alignment()),
         step_tokens_(model_step(objects_.groups())) {
     if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
     fit_prompts();
@@ -153,7 +155,7 @@ class WorldRun {
         if (group.kind == GroupModel::Kind::kWindow) {
           total += std::min(all, (group.window + config_.engine.token_budget) / group.tokens + 2);
         }
-        if (group.kind == GroupModel::Kind::kState) total += 2;
+        if (group.kind == GroupModel::Kind::kState) total += group.fine ? 3 : 2;
         if (group.kind == GroupModel::Kind::kRing) total += 1;
       }
       return total;
@@ -565,7 +567,9 @@ class WorldRun {
       std::vector<std::uint32_t> tokens = std::move(prompts_[raw(request.id)]);
       tokens.insert(tokens.end(), request.output.begin(), request.output.end());
       if (request.aborted) continue;
-      if (config_.clean) completed_.push_back({request.id, tokens});
+      // One that was preempted has started again somewhere else.
+      const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
+      if (config_.clean) completed_.push_back({request.id, tokens, prompt});
       if (turns_.size() < 16) turns_.emplace_back();
       turns_[random_.below(turns_.size())] = std::move(tokens);
     }
@@ -646,8 +650,12 @@ class WorldRun {
       TokenTrail trail(projection_->hash_block_size());
       trail.append(done.tokens);
       const std::uint32_t computed = trail.size() - 1;
-      const std::uint32_t end = computed - computed % step_tokens_;
-      if (const auto missing = objects_.missing(trail, 0, end)) {
+      const bool partial = objects_.alignment() < step_tokens_;
+      for (const std::uint32_t end :
+           {computed - computed % step_tokens_,
+            partial ? model_checkpoint(done.prompt, objects_.alignment()) : 0}) {
+        const auto missing = objects_.missing(trail, 0, end, end);
+        if (!missing) continue;
         // A request that leaves before its next step never offers its last state, and long steps
         // pass states by.
         const bool state = objects_.groups()[raw(missing->group)].kind == GroupModel::Kind::kState;

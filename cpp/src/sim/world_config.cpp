@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 namespace kvprism::sim {
@@ -53,6 +54,22 @@ GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t b
   return config;
 }
 
+// Hits inside blocks, where the groups allow it: of windows a block may not be larger than a hash.
+void allow_partial_hits(SeededRandom& random, CacheConfig& config) {
+  std::uint32_t unit = 0;
+  for (const GroupConfig& group : config.groups) {
+    if (group.spec.kind != "circular_buffer") unit = std::gcd(unit, group.spec.block_size);
+  }
+  if (unit % 2 == 0 && random.chance(1, 2)) unit /= 2;
+  for (GroupConfig& group : config.groups) {
+    if (group.spec.kind != "sliding_window") continue;
+    group.spec.block_size = unit;
+    group.spec.sliding_window = static_cast<std::uint32_t>(random.between(2, 3 * unit));
+  }
+  config.hash_block_size = unit;
+  config.cache_hit_alignment_tokens = unit;
+}
+
 CacheConfig cache_config(SeededRandom& random) {
   struct Sizes {
     std::uint32_t small;
@@ -100,6 +117,7 @@ CacheConfig cache_config(SeededRandom& random) {
   for (std::size_t i = 0; i < kinds.size(); ++i)
     config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
   config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
+  if (random.chance(1, 2)) allow_partial_hits(random, config);
   config.parallel.tp = random.chance(1, 3) ? 2 : 1;
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
   return config;
@@ -204,6 +222,9 @@ std::string WorldConfig::describe() const {
     if (group.spec.replay_tokens) text += " replay " + std::to_string(*group.spec.replay_tokens);
     if (!group.enable_kv_transfer) text += " not transferred";
     text += ")x" + std::to_string(group.layers.size());
+  }
+  if (cache.cache_hit_alignment_tokens) {
+    text += "; hits in steps of " + std::to_string(*cache.cache_hit_alignment_tokens);
   }
   text += "; budget " + std::to_string(engine.token_budget) + ", running " +
           std::to_string(engine.max_running);

@@ -25,8 +25,9 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 
 }  // namespace
 
-ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks)
-    : groups_(std::move(groups)), ranks_(ranks) {
+ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks,
+                         std::uint32_t alignment)
+    : groups_(std::move(groups)), ranks_(ranks), alignment_(alignment) {
   for (const GroupModel& group : groups_) {
     if (group.stored) stored_.push_back(&group);
   }
@@ -64,7 +65,7 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   const std::vector<std::uint32_t>& tokens = prefix->second;
   const std::string what =
       "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
-  if (tokens.size() % group.tokens != 0)
+  if (tokens.size() % (group.fine ? alignment_ : group.tokens) != 0)
     return "an object of " + what + ", which ends no block: " + std::string(key);
   if (bytes.size() != group.shape.bytes() * group.layers) {
     return "an object of " + what + " has " + number(bytes.size()) + " bytes instead of " +
@@ -74,18 +75,19 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   std::vector<Prefix> states;
   for (std::uint32_t at = 0; at < tokens.size(); ++at) {
     state = extend(state, at, tokens[at]);
-    if (at + group.tokens >= tokens.size()) states.push_back(state);
+    if (at >= (tokens.size() - 1) / group.tokens * group.tokens) states.push_back(state);
   }
   PageShape shape = group.shape;
   shape.first_head = rank * shape.heads;
-  expected_.resize(shape.bytes());
   for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
+    const std::byte* const actual = bytes.data() + layer * shape.bytes();
+    // What lies behind the last token of the prefix may be anything.
+    expected_.assign(actual, actual + shape.bytes());
     if (group.kind == GroupModel::Kind::kState) {
       write_state(shape, layer, state, expected_.data());
     } else {
       write_positions(shape, layer, 0, states, expected_.data());
     }
-    const std::byte* const actual = bytes.data() + layer * expected_.size();
     if (std::memcmp(expected_.data(), actual, expected_.size()) == 0) continue;
     const auto at =
         std::mismatch(expected_.begin(), expected_.end(), actual).first - expected_.begin();
@@ -99,6 +101,13 @@ void ObjectJudge::forget_stored() {
   for (auto& hashes : seen_) hashes.clear();
 }
 
+bool ObjectJudge::seen(StoreIndex group, std::span<const std::uint8_t> hash) const {
+  BlockHash key;
+  if (hash.size() != key.size()) return false;
+  std::memcpy(key.data(), hash.data(), key.size());
+  return seen(raw(group), key);
+}
+
 bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
   for (std::size_t rank = 0; rank < ranks_; ++rank) {
     if (!seen_[stored * ranks_ + rank].contains(hash)) return false;
@@ -106,23 +115,37 @@ bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
   return true;
 }
 
+bool ObjectJudge::has_chunk(std::size_t stored, const TokenTrail& trail, std::uint32_t chunk,
+                            std::uint32_t tokens, std::uint32_t most) const {
+  const GroupModel& group = *stored_[stored];
+  const std::uint32_t end = (chunk + 1) * group.tokens;
+  if (end <= tokens) return seen(stored, trail.hash_of(end));
+  const bool state = group.kind == GroupModel::Kind::kState;
+  const std::uint32_t last = state ? tokens : std::max(tokens, std::min(end, most));
+  for (std::uint32_t mark = tokens; mark <= last; mark += alignment_) {
+    if (seen(stored, trail.hash_of(mark))) return true;
+  }
+  return false;
+}
+
 std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail,
-                                                         std::uint32_t local,
-                                                         std::uint32_t tokens) const {
+                                                         std::uint32_t local, std::uint32_t tokens,
+                                                         std::uint32_t most) const {
   for (std::size_t s = 0; s < stored_.size(); ++s) {
     const GroupModel& group = *stored_[s];
-    for (std::uint32_t chunk = group.first_needed(tokens); chunk < tokens / group.tokens; ++chunk) {
-      const std::uint32_t end = (chunk + 1) * group.tokens;
-      if (end > local && !seen(s, trail.hash_of(end))) return Missing{group.id, chunk};
+    for (std::uint32_t chunk = group.first_needed(tokens); chunk < group.chunks(tokens); ++chunk) {
+      if ((chunk + 1) * group.tokens <= local) continue;
+      if (!has_chunk(s, trail, chunk, tokens, most)) return Missing{group.id, chunk};
     }
   }
   return std::nullopt;
 }
 
-std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
-                                   std::uint32_t step) const {
-  for (std::uint32_t tokens = most - most % step; tokens > local; tokens -= step) {
-    if (!missing(trail, local, tokens)) return tokens;
+std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local,
+                                   std::uint32_t most) const {
+  for (std::uint32_t tokens = most - most % alignment_; tokens > local; tokens -= alignment_) {
+    // Groups of equal specs are searched as one: what only some have of longer objects is no use.
+    if (!missing(trail, local, tokens, tokens)) return tokens;
   }
   return local;
 }
@@ -171,9 +194,10 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   trail.append(tokens);
   const auto size = static_cast<std::uint32_t>(tokens.size());
   const std::uint32_t replay = model_replay(objects_.groups());
-  const std::uint32_t most = size > replay ? (size - replay) / step_tokens_ * step_tokens_ : 0;
+  const std::uint32_t alignment = objects_.alignment();
+  const std::uint32_t most = size > replay ? (size - replay) / alignment * alignment : 0;
   if (answer.pending) {
-    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most, step_tokens_)});
+    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most)});
     return;
   }
   if (trace_ != nullptr) {
@@ -185,10 +209,10 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
     fail("bypass",
          "request " + number(raw(request)) + " is offered tokens again after a load that failed");
   }
-  if (answer.external_tokens > 0 && (hit > most || hit % step_tokens_ != 0)) {
+  if (answer.external_tokens > 0 && (hit > most || hit % alignment != 0)) {
     fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " +
-                    number(most) + " in steps of " + number(step_tokens_));
-  } else if (const auto missing = objects_.missing(trail, local, hit)) {
+                    number(most) + " in steps of " + number(alignment));
+  } else if (const auto missing = objects_.missing(trail, local, hit, most)) {
     fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) +
                     " of them local, of which chunk " + number(missing->chunk) + " of group " +
                     number(raw(missing->group)) + " was never stored");
@@ -208,7 +232,7 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
     trace("request " + number(raw(request)) + " saves " + number(range.from) + ".." +
           number(range.to));
   }
-  if (range.from % step_tokens_ != 0 || range.to % step_tokens_ != 0 || range.empty()) {
+  if (range.from % step_tokens_ != 0 || range.to % objects_.alignment() != 0 || range.empty()) {
     fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
   }
   std::vector<Hole>& holes = holes_[raw(request)];
@@ -231,14 +255,23 @@ void JobJudge::planned(const StepPlan& plan) {
     job.generation = generations_[raw(record.request)];
     job.hand_off = record.kind == JobKind::kSave;
     std::string runs;
+    std::uint32_t end = 0;  // of what is saved by position
     for (std::uint32_t r = record.first_run; r < record.first_run + record.num_runs; ++r) {
       const RunRecord& run = plan.runs[r];
-      if (raw(run.group) < positional_.size() && positional_[raw(run.group)]) job.hand_off = false;
+      if (raw(run.group) < positional_.size() && positional_[raw(run.group)]) {
+        job.hand_off = false;
+        end = std::max(end, plan.mark_tokens[run.first_mark + run.count - 1]);
+      }
       for (std::uint32_t i = 0; i < run.count; ++i) {
         const BlockId block = plan.ids[run.first_id + i];
         job.blocks.push_back(block);
+        const auto hash = plan.view().mark_hash(run.first_mark + i);
+        if (record.kind == JobKind::kLoad && !objects_.seen(run.group, hash)) {
+          fail("hit", "load job " + number(raw(record.id)) + " names an object of " +
+                          number(plan.mark_tokens[run.first_mark + i]) +
+                          " tokens that was never stored");
+        }
         if (record.kind == JobKind::kSave) {
-          const auto hash = plan.view().mark_hash(run.first_mark + i);
           std::string content(hash.begin(), hash.end());
           content += number(raw(run.group));
           job.pieces.push_back({run.group, run.first_chunk + i, std::move(content)});
@@ -255,6 +288,8 @@ void JobJudge::planned(const StepPlan& plan) {
         }
       }
     }
+    // The end of a prompt, which nothing follows.
+    job.hand_off |= end % step_tokens_ != 0;
     if (trace_ != nullptr) {
       trace("job " + number(raw(record.id)) +
             (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
@@ -288,6 +323,9 @@ void JobJudge::load_ended(const LoadEnd& end) {
   const bool present =
       job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
+  if (!end.complete && clean_) {
+    fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
+  }
   // What came from the store closes the holes before it.
   std::erase_if(holes_[raw(end.request)],
                 [&](const Hole& hole) { return hole.tokens < end.valid_tokens; });

@@ -36,35 +36,43 @@ struct HashOfHash {
 // the stored group, the one before that begins with the rank.
 class ObjectJudge {
  public:
-  ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks);
+  // Hits end on multiples of `alignment`.
+  ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks, std::uint32_t alignment);
 
   void learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens);
   // "" when the object is what its key says, byte for byte.
   std::string check(std::string_view key, std::span<const std::byte> bytes);
   // The longest usable prefix of `trail` by what was ever stored; chunks below `local` count as
   // there.
-  std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
-                        std::uint32_t step) const;
+  std::uint32_t longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most) const;
   // What of a prefix of `tokens` was never stored, as far as it lies beyond `local`; nullopt when
   // nothing is missing.
   struct Missing {
     GroupId group{};
     std::uint32_t chunk = 0;
   };
-  std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local,
-                                 std::uint32_t tokens) const;
+  // A chunk that is used in part may be in a longer object of the same block, up to `most` tokens.
+  std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens,
+                                 std::uint32_t most) const;
+
+  // Whether every rank has ever stored the object.
+  bool seen(StoreIndex group, std::span<const std::uint8_t> hash) const;
 
   // Nothing that was stored up to now may be offered again.
   void forget_stored();
 
   const std::vector<GroupModel>& groups() const noexcept { return groups_; }
+  std::uint32_t alignment() const noexcept { return alignment_; }
   std::uint64_t checked() const noexcept { return checked_; }
 
  private:
   bool seen(std::size_t stored, const BlockHash& hash) const;
+  bool has_chunk(std::size_t stored, const TokenTrail& trail, std::uint32_t chunk,
+                 std::uint32_t tokens, std::uint32_t most) const;
 
   std::vector<GroupModel> groups_;
   std::uint32_t ranks_;
+  std::uint32_t alignment_;
   std::vector<const GroupModel*> stored_;  // in the order of the engine's groups
   std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
   std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group and rank
@@ -131,7 +139,7 @@ class JobJudge final : public EngineObserver {
   struct Job {
     RequestId request{};
     JobKind kind{};
-    bool hand_off = false;
+    bool hand_off = false;         // or the end of a prompt: a failure is no hole
     std::uint32_t generation = 0;  // of the request
     Instant planned_at{};
     std::vector<BlockId> blocks;

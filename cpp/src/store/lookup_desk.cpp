@@ -8,28 +8,30 @@ namespace kvprism::detail {
 LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index)
     : schema_(std::move(schema)),
       index_(std::move(index)),
-      search_(HitSearch::of_whole_blocks(schema_->projection())),
+      search_(schema_->projection()),
       groups_(search_.groups()),
       alignment_(search_.grid().alignment),
+      fine_(alignment_ < search_.grid().step),
       hash_tokens_(schema_->projection().hash_block_size()) {
   for (const HitGroup& group : groups_) masks_.emplace_back(group, search_.grid());
 }
 
 template <class Visit>
-void LookupDesk::for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit visit) const {
+void LookupDesk::for_each_unit(std::uint32_t local, std::uint32_t probed, Visit visit) const {
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
-    const std::uint32_t end = probed / group.chunk_tokens;
+    const std::uint32_t end = probed / group.unit_tokens;
     if (group.rule == HitRule::kLastState) {
-      // Only a state at a multiple of S can end a hit.
+      // Only a state where a hit may end can end one.
       for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= probed;
            tokens += alignment_) {
-        visit(index, tokens / group.chunk_tokens - 1);
+        visit(index, tokens / group.unit_tokens - 1);
       }
     } else if (group.rule != HitRule::kNever) {
       const ReachableMask& mask = masks_[raw(index)];
-      for (std::uint32_t chunk = local / group.chunk_tokens; chunk < end; ++chunk) {
-        if (mask.keeps(chunk)) visit(index, chunk);
+      for (std::uint32_t unit = local / group.unit_tokens; unit < end; ++unit) {
+        // The mask knows of hits that end on whole steps.
+        if (fine_ || mask.keeps(unit)) visit(index, unit);
       }
     }
   }
@@ -39,7 +41,7 @@ std::uint64_t LookupDesk::most_keys(std::uint32_t local, std::uint32_t probed) c
   std::uint64_t keys = 0;
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
-    const std::uint32_t step = group.rule == HitRule::kLastState ? alignment_ : group.chunk_tokens;
+    const std::uint32_t step = group.rule == HitRule::kLastState ? alignment_ : group.unit_tokens;
     keys += std::uint64_t{(probed - local) / step + 1} * schema_->shards(index).size();
   }
   return keys;
@@ -76,8 +78,8 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
                      batch->keys.size(),
                      {}});
     std::size_t place = 0;
-    for_each_chunk(question.local, question.probed, [&](StoreIndex group, std::uint32_t chunk) {
-      const std::uint32_t tokens = (chunk + 1) * groups_[raw(group)].chunk_tokens;
+    for_each_unit(question.local, question.probed, [&](StoreIndex group, std::uint32_t unit) {
+      const std::uint32_t tokens = (unit + 1) * groups_[raw(group)].unit_tokens;
       const auto hash = question.hashes[tokens / hash_tokens_ - 1];
       if (watch && avoid.contains(RecentPrefixes::tag_of(hash, group), now)) {
         asked.back().avoided.push_back(place);
@@ -96,34 +98,37 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
     return;
   }
   idle_batches_.push_back(std::move(batch));
-  for (const Asked& one : asked) answers.push_back({one.request, one.serial, one.local, true});
+  for (const Asked& one : asked) answers.push_back({one.request, one.serial, one.local, true, {}});
 }
 
-std::uint32_t LookupDesk::hit_of(const Asked& asked, const std::vector<ItemResult>& items,
-                                 bool& failed) {
+void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer) {
   presence_.reset(groups_.size());
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    presence_.set_units(index, asked.probed / groups_[raw(index)].chunk_tokens);
+    presence_.set_units(index, asked.probed / groups_[raw(index)].unit_tokens);
   }
   std::size_t key = asked.first_key;
   std::size_t place = 0;
   auto avoided = asked.avoided.begin();
-  for_each_chunk(asked.local, asked.probed, [&](StoreIndex group, std::uint32_t chunk) {
+  for_each_unit(asked.local, asked.probed, [&](StoreIndex group, std::uint32_t unit) {
     bool everywhere = true;
     for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
       const ItemStatus status = key < items.size() ? items[key].status : ItemStatus::kFailed;
       everywhere &= status == ItemStatus::kOk;
-      failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
-                status != ItemStatus::kNotReady;
+      answer.failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
+                       status != ItemStatus::kNotReady;
     }
     if (avoided != asked.avoided.end() && *avoided == place) {
       ++avoided;
       everywhere = false;
     }
     ++place;
-    if (everywhere) presence_.mark(group, chunk);
+    if (everywhere) presence_.mark(group, unit);
   });
-  return search_.find_below(presence_, asked.local, asked.probed, asked.limit);
+  answer.hit = search_.find_below(presence_, asked.local, asked.probed, asked.limit);
+  if (!fine_ || answer.hit <= asked.local) return;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    answer.tails.push_back(search_.tail_tokens(index, presence_, answer.hit));
+  }
 }
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
@@ -132,9 +137,9 @@ void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
       const auto call = calls_.find(static_cast<std::uint64_t>(completion_.op));
       if (call != calls_.end()) {
         for (const Asked& asked : call->second) {
-          Answer answer{asked.request, asked.serial, asked.local, false};
-          answer.hit = hit_of(asked, completion_.items, answer.failed);
-          answers.push_back(answer);
+          Answer& one =
+              answers.emplace_back(Answer{asked.request, asked.serial, asked.local, false, {}});
+          answer(asked, completion_.items, one);
         }
         calls_.erase(call);
       } else if (std::erase(removals_, completion_.op) != 0) {

@@ -23,8 +23,8 @@ struct Question {
   RequestId request{};
   std::uint64_t serial = 0;  // tells a request's present question from its earlier ones
   std::uint32_t local = 0;   // tokens
-  std::uint32_t probed = 0;  // tokens, a multiple of S: what drafts need lies beyond a hit
-  std::uint32_t limit = 0;   // tokens, a multiple of S, at most probed
+  std::uint32_t probed = 0;  // tokens, a multiple of A: what drafts need lies beyond a hit
+  std::uint32_t limit = 0;   // tokens, a multiple of A, at most probed
   HashList hashes;           // valid while ask() runs
 };
 
@@ -33,6 +33,9 @@ struct Answer {
   std::uint64_t serial = 0;
   std::uint32_t hit = 0;  // tokens, at least local
   bool failed = false;    // the index could not tell: counted as a miss
+  // By group, where hits may end inside a block: tokens of the prefix whose object holds the last
+  // chunk of the hit. Else empty.
+  std::vector<std::uint32_t> tails;
 };
 
 // What has become of a removal.
@@ -92,16 +95,16 @@ class LookupDesk {
     std::uint32_t limit = 0;
     std::size_t first_key = 0;
     std::vector<std::size_t>
-        avoided;  // chunks by their place in for_each_chunk's order; mostly none
+        avoided;  // objects by their place in for_each_unit's order; mostly none
   };
 
-  // Calls visit(group index, chunk) for every chunk that a hit in (local, probed] could need, in
+  // Calls visit(group index, unit) for every object that a hit in (local, probed] could need, in
   // key order.
   template <class Visit>
-  void for_each_chunk(std::uint32_t local, std::uint32_t probed, Visit visit) const;
+  void for_each_unit(std::uint32_t local, std::uint32_t probed, Visit visit) const;
 
   std::unique_ptr<ObjectBatch> take_batch();
-  std::uint32_t hit_of(const Asked& asked, const std::vector<ItemResult>& items, bool& failed);
+  void answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer);
 
   std::shared_ptr<const KeySchema> schema_;
   std::shared_ptr<ObjectIndex> index_;
@@ -109,6 +112,7 @@ class LookupDesk {
   const std::vector<HitGroup>& groups_;
   std::vector<ReachableMask> masks_;  // by group: the chunks that can serve a hit
   std::uint32_t alignment_;
+  bool fine_;  // hits may end inside a block
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;

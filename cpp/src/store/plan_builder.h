@@ -36,12 +36,12 @@ class PlanBuilder {
     }
   }
 
-  // One chunk under a mark of its own, for a block that the engine handed off.
-  void add_handed_off(StoreIndex group, std::uint32_t tokens, std::uint32_t chunk_tokens,
-                      BlockId block, std::span<const std::uint8_t> hash) {
+  // The chunk that holds the end of a prefix of `tokens`, under a mark of its own; the first
+  // `valid` tokens of it count.
+  void add_marked(StoreIndex group, std::uint32_t tokens, std::uint32_t chunk_tokens,
+                  std::uint32_t valid, BlockId block, std::span<const std::uint8_t> hash) {
     append_mark(tokens, hash);
-    append_chunk(group, tokens / chunk_tokens - 1, chunk_tokens, block,
-                 size(plan_.mark_tokens) - 1);
+    append_chunk(group, (tokens - 1) / chunk_tokens, valid, block, size(plan_.mark_tokens) - 1);
   }
 
   // Appends one chunk, extending the last run when it follows on. A sequence of its chunk size must
@@ -82,18 +82,19 @@ class PlanBuilder {
     return static_cast<std::uint32_t>(items.size());
   }
 
-  void append_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens,
-                    BlockId block, std::uint32_t mark) {
+  void append_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t valid, BlockId block,
+                    std::uint32_t mark) {
     plan_.ids.push_back(block);
     if (plan_.runs.size() > first_run_) {
       RunRecord& last = plan_.runs.back();
       if (last.group == group && last.first_chunk + last.count == chunk &&
           last.first_mark + last.count == mark) {
         ++last.count;
+        last.valid_tokens_last = valid;
         return;
       }
     }
-    plan_.runs.push_back({group, chunk, 1, size(plan_.ids) - 1, mark, chunk_tokens});
+    plan_.runs.push_back({group, chunk, 1, size(plan_.ids) - 1, mark, valid});
   }
 
   void append_mark(std::uint32_t tokens, std::span<const std::uint8_t> hash) {

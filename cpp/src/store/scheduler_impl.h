@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvprism/hit/hit_search.h"
+#include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
 #include "kvprism/store/store_scheduler.h"
 #include "store/lookup_desk.h"
@@ -29,7 +30,8 @@ struct Lookup {
   std::uint32_t probed = 0;
   std::uint32_t max = 0;
   std::uint32_t hit = 0;
-  Instant at;  // of the question, then of the answer
+  std::vector<std::uint32_t> tails;  // of the answer
+  Instant at;                        // of the question, then of the answer
 };
 
 struct Request {
@@ -39,6 +41,7 @@ struct Request {
   std::uint32_t prompt_tokens = 0;        // 0 while nobody has asked for it
   std::uint32_t accepted = 0;             // tokens
   std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
+  std::uint32_t end_planned = 0;          // proof of the prompt end that is planned or known
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
   bool bypass = false;            // a load failed: compute instead of asking again (R41)
   bool loading = false;
@@ -54,17 +57,19 @@ struct Load {
   std::uint32_t local = 0;
   std::uint32_t hit = 0;
   bool reported = false;
-  bool overtaken = false;       // by a purge: what arrives is void
-  std::vector<RunRecord> runs;  // first_id counts from the load's own ids
+  bool overtaken = false;            // by a purge: what arrives is void
+  std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
+  std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
 };
 
 struct Save {
   RequestId request{};
   std::uint64_t generation = 0;
-  TokenRange range;  // empty for hand-offs
+  TokenRange range;  // empty for hand-offs and ends of prompts
   // Of the prefixes that end in the range, one each S tokens; none when a chunk had no source. Of
-  // hand-offs: the state marks.
+  // hand-offs: the state marks. Of the end of a prompt: its own.
+  bool prompt_end = false;
   std::vector<std::uint64_t> tags;
 };
 
@@ -110,10 +115,11 @@ struct StoreScheduler::Impl {
        const StoreSchedulerOptions& wanted)
       : schema(std::move(key_schema)),
         options(wanted),
-        search(HitSearch::of_whole_blocks(schema->projection())),
+        search(schema->projection()),
         groups(search.groups()),
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
+        fine(search.grid().alignment < step_tokens),
         desk(schema, std::move(index)),
         ledger({wanted.ranks, wanted.quarantine_after}),
         builder(plan),
@@ -133,6 +139,7 @@ struct StoreScheduler::Impl {
   bool has_drafts = false;
   std::uint32_t step_tokens;  // S
   std::uint32_t hash_tokens;  // h
+  bool fine;                  // hits may end inside a block
   std::uint32_t hash_width = 0;
   detail::LookupDesk desk;
   JobLedger ledger;
@@ -220,6 +227,26 @@ struct StoreScheduler::Impl {
         hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
   }
 
+  // Tokens that are computed after this step, and named.
+  std::uint32_t computed(const Request& request) const {
+    return std::min(request.accepted, hash_count(request) * hash_tokens);
+  }
+  // The end of the request's prompt; nothing when only whole blocks are kept, or when the prompt's
+  // length is not known.
+  PromptEnd end_of(const Request& request) const {
+    return prompt_end(request.prompt_tokens, search.grid(), has_drafts);
+  }
+  // Of the end of a prompt, which is other objects than the whole step that may end there too.
+  std::uint64_t end_tag(const Request& request, const PromptEnd& end) const {
+    return ~detail::RecentPrefixes::tag_of(hashes_of(request)[end.proof / hash_tokens - 1]);
+  }
+  // What a chunk of a hit is named by: its own end, or where the object ends that a lookup matched.
+  std::uint32_t mark_of(StoreIndex group, std::uint32_t chunk, std::uint32_t hit,
+                        const std::vector<std::uint32_t>& tails) const {
+    const std::uint32_t chunk_end = (chunk + 1) * groups[raw(group)].chunk_tokens;
+    return chunk_end > hit ? tails[raw(group)] : chunk_end;
+  }
+
   // Takes what is new in `hashes`. False when they cannot belong to the request: another width than
   // the first that the engine used, or a gap behind those that are known.
   bool take_hashes(Request& request, const HashList& hashes);
@@ -244,16 +271,30 @@ struct StoreScheduler::Impl {
   void send_questions(Instant now);
   void take_answers(Instant now);
   void add_marks(const Request& request);
+  void add_last_chunk(const Request& request, StoreIndex group, BlockId block);
+  void mark_loaded(StoreIndex index, std::uint32_t chunk, std::uint32_t hit);
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
   // Which chunks a save of the request keeps. False when they are fewer than a hit at any multiple
   // of S needs.
   bool choose_chunks(const Request& request);
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
+  // What of a request is ready to be saved.
+  struct SaveDue {
+    Request* request = nullptr;
+    TokenRange steps;  // multiples of S
+    PromptEnd end;     // both 0: not due
+  };
+  SaveDue due(RequestId id, Instant now);
+  void plan_steps(RequestId id, Request& request, const TokenRange& wanted, const BlockRows& rows,
+                  Instant now);
+  bool state_failed(std::uint64_t mark, const JobEvent& end) const;
+  // The end of the request's prompt, when it is computed and not planned yet and `planned` tokens
+  // before it are; else both 0.
+  PromptEnd end_due(Request& request, std::uint32_t planned, Instant now);
+  void plan_end(RequestId id, Request& request, const PromptEnd& end, const BlockRows& rows,
+                Instant now);
   void plan_offers(Instant now);
   void drop_offers();
-  static void forget_state(Request& request, StoreIndex group, std::uint32_t tokens) {
-    std::erase(request.handed_off, detail::state_mark(group, tokens));
-  }
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
   void settle(Instant now);
@@ -262,7 +303,8 @@ struct StoreScheduler::Impl {
   void start_purge_pass(Instant now);
   void take_removed(Instant now);
   // Objects that no save could replace are taken away.
-  void remove_mismatched(const Request& request, const JobEvent& end, Instant now);
+  void remove_mismatched(const Request& request, const Load& load, const JobEvent& end,
+                         Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
   void warn_of_silence(const JobEvent& end);

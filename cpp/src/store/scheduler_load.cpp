@@ -20,6 +20,27 @@ bool is_failed(const std::vector<FailedChunk>& failed, StoreIndex group, std::ui
 
 }  // namespace
 
+// The chunk in which a hit ends, under the name by which the lookup has matched it.
+void StoreScheduler::Impl::add_last_chunk(const Request& request, StoreIndex group, BlockId block) {
+  const std::uint32_t hit = request.lookup.hit;
+  const std::uint32_t chunk_tokens = groups[raw(group)].chunk_tokens;
+  const std::uint32_t mark = request.lookup.tails[raw(group)];
+  builder.add_marked(group, mark, chunk_tokens, hit % chunk_tokens, block,
+                     hashes_of(request)[mark / hash_tokens - 1]);
+}
+
+// What of a chunk that has arrived serves a hit of at most `hit` tokens: each prefix that ends in
+// it, and of states the one that it is (R22).
+void StoreScheduler::Impl::mark_loaded(StoreIndex index, std::uint32_t chunk, std::uint32_t hit) {
+  const HitGroup& group = groups[raw(index)];
+  const std::uint32_t tokens = std::min((chunk + 1) * group.chunk_tokens, hit);
+  std::uint32_t first = chunk * group.chunk_tokens + group.unit_tokens;
+  if (group.rule == HitRule::kLastState) first = tokens;
+  for (; first <= tokens; first += group.unit_tokens) {
+    loaded.mark(index, first / group.unit_tokens - 1);
+  }
+}
+
 void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const BlockRows& rows,
                                      Instant now, JobId& job) {
   const std::uint32_t local = request.lookup.engine_local;
@@ -27,7 +48,12 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   begin_plan();
   builder.begin();
   ranges.clear();
-  for (const HitGroup& group : groups) ranges.push_back(load_chunks(group, hit, local));
+  const std::vector<std::uint32_t>& tails = request.lookup.tails;
+  for (const HitGroup& group : groups) {
+    ChunkRange range = load_chunks(group, hit, local);
+    range.end = std::min(range.end, hit / group.chunk_tokens);  // a part of a chunk comes by itself
+    ranges.push_back(range);
+  }
   add_marks(request);
   bool complete_rows = rows.size() == projection().num_groups();
   for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
@@ -39,9 +65,13 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
         complete_rows = false;
       }
     }
+    const std::uint32_t last = hit / groups[raw(index)].chunk_tokens;
+    if (!load_chunks(groups[raw(index)], hit, local).contains(last)) continue;
+    complete_rows = complete_rows && usable_block(rows, group, last);
+    if (complete_rows) add_last_chunk(request, index, rows[group][last]);
   }
 
-  Load load{id, request.generation, local, hit, false, false, {}, {}};
+  Load load{id, request.generation, local, hit, false, false, tails, {}, {}};
   if (complete_rows) {
     const auto blocks = builder.blocks();
     job = ledger.start(JobKind::kLoad, id, blocks,
@@ -77,14 +107,14 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
   const Request* const request = find(load.request, load.generation);
   if (request == nullptr || end.whole) return;
-  remove_mismatched(*request, end, now);
+  remove_mismatched(*request, load, end, now);
   for (const FailedChunk& chunk : end.failed) {
     const auto status = static_cast<ItemStatus>(chunk.status);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
         status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
       continue;  // the next lookup sees that by itself
     }
-    const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
+    const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
     if (tokens / hash_tokens > hash_count(*request)) continue;
     const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
     unloadable.add(detail::RecentPrefixes::tag_of(hash, chunk.group), now);
@@ -106,12 +136,12 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     // present.
     loaded.reset(groups.size());
     for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-      loaded.set_units(index, load.hit / groups[raw(index)].chunk_tokens);
+      loaded.set_units(index, load.hit / groups[raw(index)].unit_tokens);
     }
     for (const RunRecord& run : load.runs) {
       for (std::uint32_t i = 0; i < run.count; ++i) {
         const std::uint32_t chunk = run.first_chunk + i;
-        if (!is_failed(end.failed, run.group, chunk)) loaded.mark(run.group, chunk);
+        if (!is_failed(end.failed, run.group, chunk)) mark_loaded(run.group, chunk, load.hit);
       }
     }
     result.valid_tokens = search.find_loaded(loaded, load.local, load.hit);
@@ -139,7 +169,11 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     request->loading = false;
     // What came from the store is in the store; what was local may not be.
     if (load.local <= request->planned) {
-      request->planned = std::max(request->planned, result.valid_tokens);
+      request->planned = std::max(request->planned, aligned(result.valid_tokens));
+    }
+    const PromptEnd prompt = end_of(*request);
+    if (result.complete && result.valid_tokens == prompt.boundary) {
+      request->end_planned = prompt.proof;
     }
     if (!result.complete && !request->bypass) {
       request->bypass = true;

@@ -22,18 +22,20 @@ void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t loc
   lookup.probed = probed;
   lookup.max = max;
   lookup.hit = local;
+  lookup.tails.clear();
   lookup.at = now;
 }
 
 void StoreScheduler::Impl::take_answers(Instant now) {
   desk.poll(now, answers);
-  for (const detail::Answer& answer : answers) {
+  for (detail::Answer& answer : answers) {
     Request* const request = find(answer.request);
     if (answer.failed) ++counters.lookups_failed;
     if (request == nullptr || request->lookup.serial != answer.serial) continue;
     if (request->lookup.state != LookupState::kInFlight) continue;
     request->lookup.state = LookupState::kDone;
     request->lookup.hit = answer.hit;
+    request->lookup.tails = std::move(answer.tails);
     request->lookup.at = now;
   }
   answers.clear();
@@ -67,13 +69,16 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                                     const HashList& hashes, std::uint32_t local_tokens,
                                     Instant now) {
   Impl& s = *impl_;
+  // Its end is saved also where nothing is loaded.
+  if (s.fine && s.may_save()) s.remember(id).prompt_tokens = prompt_tokens;
   if (!s.may_load()) return {};
   if (local_tokens % s.step_tokens != 0) {
     // An answer beyond a rounded hit would be misread as one beyond the engine's.
     ++s.counters.lookups_refused;
     return {};
   }
-  const std::uint32_t hashed = s.aligned(std::min(prompt_tokens, hashes.end() * s.hash_tokens));
+  const std::uint32_t known = std::min(prompt_tokens, hashes.end() * s.hash_tokens);
+  const std::uint32_t hashed = known - known % s.search.grid().alignment;
   const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
   const std::uint32_t local = local_tokens;
   // The engine's own cache covers all that may be used: no call (R79).

@@ -120,8 +120,8 @@ void StoreScheduler::Impl::take_removed(Instant now) {
   }
 }
 
-void StoreScheduler::Impl::remove_mismatched(const Request& request, const JobEvent& end,
-                                             Instant now) {
+void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
+                                             const JobEvent& end, Instant now) {
   std::vector<std::uint64_t> tags;
   const auto remove = [&](ItemStatus status, bool leased) {
     tags.clear();
@@ -130,7 +130,7 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const JobEv
         if (static_cast<ItemStatus>(chunk.status) != status) continue;
         ++counters.mismatches;
         const std::uint32_t first = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
-        const std::uint32_t tokens = first + groups[raw(chunk.group)].chunk_tokens;
+        const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
         if (tokens / hash_tokens > hash_count(request)) continue;
         const auto hash = hashes_of(request)[tokens / hash_tokens - 1];
         // The report does not say which rank's; a chunk that lacks one is of no use anyway.
@@ -140,6 +140,9 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const JobEv
         const std::uint32_t unit = aligned(first);
         if ((unit + step_tokens) / hash_tokens <= hash_count(request))
           saved_prefixes.forget(tag_at(request, unit));
+        const PromptEnd prompt = end_of(request);
+        if (prompt.proof != 0 && prompt.proof / hash_tokens <= hash_count(request))
+          saved_prefixes.forget(end_tag(request, prompt));
       }
     };
     const auto op = desk.remove({false, leased}, now, now + options.lookup_timeout, fill);

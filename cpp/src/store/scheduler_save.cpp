@@ -17,6 +17,15 @@ using detail::state_mark;
 
 }  // namespace
 
+// Two states in one chunk cannot be told apart by it: both count as failed.
+bool StoreScheduler::Impl::state_failed(std::uint64_t mark, const JobEvent& end) const {
+  return std::any_of(end.failed.begin(), end.failed.end(), [&](const FailedChunk& chunk) {
+    const std::uint32_t chunk_tokens = groups[raw(chunk.group)].chunk_tokens;
+    const std::uint64_t first = state_mark(chunk.group, chunk.chunk * chunk_tokens);
+    return first < mark && mark <= first + chunk_tokens;
+  });
+}
+
 bool StoreScheduler::Impl::choose_chunks(const Request& request) {
   std::optional<std::uint32_t> retention = projection().retention_interval();
   // Where a prompt can be replayed from is not known without its length.
@@ -60,7 +69,7 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
   ++counters.saves;
-  return saves.emplace(raw(job), Save{id, generation, range, {}}).first->second;
+  return saves.emplace(raw(job), Save{id, generation, range, false, {}}).first->second;
 }
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
@@ -79,9 +88,10 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
     builder.begin();
     for (; end < offers.size() && offers[end].generation == offers[first].generation; ++end) {
       const Offer& offer = offers[end];
-      builder.add_handed_off(offer.group, offer.tokens, groups[raw(offer.group)].chunk_tokens,
-                             offer.block,
-                             std::span(offer_hashes).subspan(offer.hash_at, hash_width));
+      const std::uint32_t chunk_tokens = groups[raw(offer.group)].chunk_tokens;
+      builder.add_marked(offer.group, offer.tokens, chunk_tokens,
+                         (offer.tokens - 1) % chunk_tokens + 1, offer.block,
+                         std::span(offer_hashes).subspan(offer.hash_at, hash_width));
     }
     Save& save = start_save(offers[first].request, offers[first].generation, {}, now, true);
     for (std::size_t i = first; i < end; ++i) {
@@ -99,7 +109,7 @@ void StoreScheduler::Impl::drop_offers() {
   for (const Offer& offer : offers) {
     released.push_back(offer.block);
     if (Request* const request = find(offer.request, offer.generation)) {
-      forget_state(*request, offer.group, offer.tokens);
+      std::erase(request->handed_off, state_mark(offer.group, offer.tokens));
     }
   }
   offers.clear();
@@ -108,7 +118,12 @@ void StoreScheduler::Impl::drop_offers() {
 
 // What every rank has stored whole needs no second save for a while.
 void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end, Instant now) {
-  if (end.whole || save.range.empty()) return;
+  if (end.whole || (save.range.empty() && !save.prompt_end)) return;
+  if (save.prompt_end) {
+    if (!end.failed.empty()) return;
+    for (const std::uint64_t tag : save.tags) saved_prefixes.add(tag, now);
+    return;
+  }
   unit_failed.assign(save.tags.size(), false);
   for (const FailedChunk& chunk : end.failed) {
     const std::uint32_t tokens = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
@@ -162,14 +177,11 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   remember_saved(save, end, now);
   Request* const request = find(save.request, save.generation);
   if (request == nullptr) return;
+  if (save.prompt_end) return;  // it serves no longer prefix: what is lost of it is not made up for
   if (save.range.empty()) {
     // A state that was not stored may be offered again.
-    for (std::size_t i = 0; i < save.tags.size() && end.whole; ++i) {
-      std::erase(request->handed_off, save.tags[i]);
-    }
-    for (const FailedChunk& chunk : end.failed) {
-      const std::uint32_t tokens = (chunk.chunk + 1) * groups[raw(chunk.group)].chunk_tokens;
-      forget_state(*request, chunk.group, tokens);
+    for (const std::uint64_t mark : save.tags) {
+      if (end.whole || state_failed(mark, end)) std::erase(request->handed_off, mark);
     }
     return;
   }
@@ -188,65 +200,80 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   }
 }
 
+StoreScheduler::Impl::SaveDue StoreScheduler::Impl::due(RequestId id, Instant now) {
+  Request* const request = find(id);
+  if (request == nullptr || !may_save() || !request->access.save || request->purged ||
+      now < backoff_until) {
+    return {};
+  }
+  const std::uint32_t to = aligned(computed(*request));
+  const bool steps = to > request->planned && to > request->retry_above;
+  const PromptEnd end = end_due(*request, steps ? to : request->planned, now);
+  if (!steps && end.proof == 0) return {};
+  if (holds_too_much()) {
+    ++counters.saves_held_back;
+    return {};
+  }
+  while (steps && request->planned < to &&
+         saved_prefixes.contains(tag_at(*request, request->planned), now)) {
+    request->planned += step_tokens;
+    ++counters.saves_known;
+  }
+  return {request, steps ? TokenRange{request->planned, to} : TokenRange{}, end};
+}
+
 TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   Impl& s = *impl_;
-  Request* const request = s.find(id);
-  if (request == nullptr || !s.may_save() || !request->access.save || request->purged ||
-      now < s.backoff_until) {
-    return {};
-  }
-  const std::uint32_t hashed = s.hash_count(*request) * s.hash_tokens;
-  const std::uint32_t to = s.aligned(std::min(request->accepted, hashed));
-  if (to <= request->planned || to <= request->retry_above) return {};
-  if (s.holds_too_much()) {
-    ++s.counters.saves_held_back;
-    return {};
-  }
-  while (request->planned < to &&
-         s.saved_prefixes.contains(s.tag_at(*request, request->planned), now)) {
-    request->planned += s.step_tokens;
-    ++s.counters.saves_known;
-  }
-  return {request->planned, to};
+  const auto [request, steps, end] = s.due(id, now);
+  if (end.proof == 0) return steps;
+  const std::uint32_t from = s.aligned(end.boundary);
+  if (steps.empty()) return {from, end.proof};
+  return {std::min(steps.from, from), std::max(steps.to, end.proof)};
 }
 
 void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows,
                           Instant now) {
   Impl& s = *impl_;
-  TokenRange wanted = wants_save(id, now);
-  wanted.to = std::min(wanted.to, s.aligned(range.to));
-  if (wanted.empty()) return;
+  auto [request, steps, end] = s.due(id, now);
+  steps.to = std::min(steps.to, s.aligned(range.to));
+  if (range.to < end.proof) end = {};
+  if (steps.empty() && end.proof == 0) return;
   if (rows.size() != s.projection().num_groups()) {
     // Rows of a projection would name other groups' blocks.
     ++s.counters.tables_refused;
     return;
   }
-  Request& request = *s.find(id);
-  s.begin_plan();
-  s.builder.begin();
-  s.ranges.clear();
-  for (std::size_t g = 0; g < s.groups.size(); ++g) {
-    const std::uint32_t chunk_tokens = s.groups[g].chunk_tokens;
-    s.ranges.push_back(s.save_rules[g] == SaveRule::kPositional
-                           ? ChunkRange{wanted.from / chunk_tokens, wanted.to / chunk_tokens}
-                           : ChunkRange{});
+  if (!steps.empty()) s.plan_steps(id, *request, steps, rows, now);
+  if (end.proof != 0) s.plan_end(id, *request, end, rows, now);
+}
+
+void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const TokenRange& wanted,
+                                      const BlockRows& rows, Instant now) {
+  begin_plan();
+  builder.begin();
+  ranges.clear();
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::uint32_t chunk_tokens = groups[g].chunk_tokens;
+    ranges.push_back(save_rules[g] == SaveRule::kPositional
+                         ? ChunkRange{wanted.from / chunk_tokens, wanted.to / chunk_tokens}
+                         : ChunkRange{});
   }
-  s.add_marks(request);
-  const bool serves_every_hit = s.choose_chunks(request);
-  const std::uint64_t skipped_before = s.counters.sources_skipped;
-  const std::uint32_t reached = s.add_sources(wanted, rows);
+  add_marks(request);
+  const bool serves_every_hit = choose_chunks(request);
+  const std::uint64_t skipped_before = counters.sources_skipped;
+  const std::uint32_t reached = add_sources(wanted, rows);
   request.planned = reached;
   if (reached < wanted.to) request.retry_above = wanted.to;
-  if (s.builder.runs().empty()) {
-    s.builder.abandon();
+  if (builder.runs().empty()) {
+    builder.abandon();
     return;
   }
-  Save& save = s.start_save(id, request.generation, wanted, now, false);
+  Save& save = start_save(id, request.generation, wanted, now, false);
   // Another request may need what this one left out.
-  if (s.counters.sources_skipped != skipped_before || !serves_every_hit) return;
-  save.tags.reserve((wanted.to - wanted.from) / s.step_tokens);
-  for (std::uint32_t from = wanted.from; from < wanted.to; from += s.step_tokens) {
-    save.tags.push_back(s.tag_at(request, from));
+  if (counters.sources_skipped != skipped_before || !serves_every_hit) return;
+  save.tags.reserve((wanted.to - wanted.from) / step_tokens);
+  for (std::uint32_t from = wanted.from; from < wanted.to; from += step_tokens) {
+    save.tags.push_back(tag_at(request, from));
   }
 }
 
@@ -256,14 +283,14 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   const std::optional<StoreIndex> index = s.projection().store_index(group);
   if (!s.may_save() || !index) return;
   if (request != nullptr && (!request->access.save || request->purged)) return;
-  const std::uint32_t chunk_tokens = s.groups[raw(*index)].chunk_tokens;
+  const HitGroup& hit_group = s.groups[raw(*index)];
   const bool known =
       request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;
   const bool block_ok =
       raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < s.projection().num_blocks();
-  // A state off the grid of S can end no hit.
+  // A state where no hit may end serves none.
   if (!known || !block_ok || s.save_rules[raw(*index)] != SaveRule::kHandOff ||
-      tokens % s.step_tokens != 0 || tokens % chunk_tokens != 0) {
+      tokens % s.search.grid().alignment != 0 || tokens % hit_group.unit_tokens != 0) {
     ++s.counters.offers_refused;
     return;
   }

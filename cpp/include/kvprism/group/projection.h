@@ -110,7 +110,7 @@ class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
   // Tokens that must stay to be computed after a hit: the largest replay distance of any group, at
   // least 1 (R13, R14).
   std::uint32_t replay_tokens() const noexcept;
-  // The longest hit a prompt of `tokens` may have: aligned down, leaving replay_tokens() to
+  // The longest hit a prompt of `tokens` may have: aligned down to A, leaving replay_tokens() to
   // compute.
   std::uint32_t max_hit(std::uint32_t prompt_tokens) const noexcept;
 

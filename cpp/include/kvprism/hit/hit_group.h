@@ -49,6 +49,7 @@ struct ChunkRange {
   bool operator==(const ChunkRange&) const = default;
   bool empty() const noexcept { return first >= end; }
   std::uint32_t size() const noexcept { return empty() ? 0 : end - first; }
+  bool contains(std::uint32_t chunk) const noexcept { return first <= chunk && chunk < end; }
 };
 
 // Chunks of a window group that a hit needs at its end: those of the window-1 tokens before the

@@ -18,8 +18,6 @@ class KVPRISM_API HitSearch {
   // The sizes of every group divide or are multiples of each other as a Projection guarantees.
   HitSearch(std::vector<HitGroup> groups, const HitGrid& grid);
   explicit HitSearch(const Projection& projection);
-  // Whole blocks only, whatever the engine's hit alignment is.
-  static HitSearch of_whole_blocks(const Projection& projection);
 
   const std::vector<HitGroup>& groups() const noexcept { return groups_; }
   const HitGrid& grid() const noexcept { return grid_; }

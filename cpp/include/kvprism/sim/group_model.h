@@ -19,12 +19,16 @@ struct GroupModel {
   bool stored = false;       // by its kind and its membership in transfers
   std::uint32_t tokens = 0;  // per block; the capacity of a ring
   std::uint32_t window = 0;
+  bool fine = false;         // hits may end inside its blocks
   std::uint32_t replay = 0;  // of a ring
   std::uint32_t layers = 0;
   PageShape shape;  // of rank 0
 
-  // First chunk that computing the token at `length` still reads; end is length / tokens rounded
-  // up.
+  // Chunks that a prefix of `length` tokens touches; the last one may be used in part.
+  std::uint32_t chunks(std::uint32_t length) const noexcept {
+    return (length + tokens - 1) / tokens;
+  }
+  // First chunk that computing the token at `length` still reads; the last one is chunks(length)-1.
   std::uint32_t first_needed(std::uint32_t length) const noexcept {
     switch (kind) {
       case Kind::kFull:
@@ -42,6 +46,12 @@ struct GroupModel {
 
 // Groups of a projection in their order. Throws Error for a kind that the simulation does not know.
 std::vector<GroupModel> model_groups(const Projection& projection);
+
+// Where the engine keeps a state for whoever replays or continues a prompt of `prompt` tokens: the
+// last multiple of `alignment` that leaves one to compute.
+constexpr std::uint32_t model_checkpoint(std::uint32_t prompt, std::uint32_t alignment) noexcept {
+  return prompt == 0 ? 0 : (prompt - 1) / alignment * alignment;
+}
 
 // What the engine itself takes for S: tokens at which every stored group has a whole block.
 std::uint32_t model_step(const std::vector<GroupModel>& groups) noexcept;

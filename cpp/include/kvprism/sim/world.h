@@ -88,14 +88,15 @@ struct WorldResult {
 //   references    a block's references are those of the tables and of the jobs that may still
 //                 touch it; a free block is poisoned
 //   object        every stored object is what the text of its key says; a ring has none
-//   hit           what a lookup offers was stored, is a multiple of S, leaves enough to compute
+//   hit           what a lookup offers was stored, is a multiple of A, leaves enough to
+//                 compute; what a load names was stored
 //   bypass        after a failed load a request is offered nothing more
 //   outcome       a worker tells at most one outcome of a job
 //   quiet         and one quiet, not before the outcome; a load ends only when it is quiet
 //   load end      each promised load ends once
 //   job id        no job is planned twice; none is reported that was not planned
 //   null block    no plan names the null block
-//   save range    saves are multiples of S
+//   save range    saves are multiples of S, but for the end of a prompt
 //   hole          and none begins behind a chunk that failed and was not planned again
 //   purge         when a purge is done, nothing that was stored before it is in the pool, and
 //   nothing
@@ -110,7 +111,10 @@ struct WorldResult {
 //
 // In worlds without faults also:
 //   missed hit    a lookup finds everything that was stored when it was asked
-//   not stored    what a finished request computed is in the store, up to a multiple of S
+//   missed load   every load is complete
+//   not stored    what a finished request computed is in the store, up to a multiple of S, and up
+//   to
+//                 the end of its prompt where hits may end inside a block
 WorldResult run_world(const WorldOptions& options);
 
 }  // namespace kvprism::sim

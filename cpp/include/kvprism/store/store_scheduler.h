@@ -86,7 +86,8 @@ struct LookupResult {
   std::uint32_t external_tokens = 0;  // beyond the local ones; 0: nothing to load
 };
 
-// Tokens [from, to), both multiples of the scheduler block size.
+// Tokens [from, to): multiples of the scheduler block size, but for the end of a prompt, which is
+// one of the hit alignment.
 struct TokenRange {
   std::uint32_t from = 0;
   std::uint32_t to = 0;
@@ -191,6 +192,10 @@ class KVPRISM_API StoreScheduler {
   // restriction: an id reused without it keeps it.
   void restrict(RequestId request, RequestAccess access);
 
+  // How many tokens the prompt has, for requests that are not looked up. Where hits may end inside
+  // a block, the end of a prompt is saved as well. A lookup tells it too.
+  void prompt(RequestId request, std::uint32_t prompt_tokens);
+
   // How many tokens beyond `local_tokens` (the engine's own hit, a multiple of S) the store offers.
   // `hashes` are all hashes of the prompt at granularity h; they are copied once. The answer leaves
   // replay_tokens() to compute.
@@ -214,8 +219,9 @@ class KVPRISM_API StoreScheduler {
   TokenRange wants_save(RequestId request, Instant now) noexcept;
   // Plans the save of `range` from the engine's present tables of this step.
   void save(RequestId request, const TokenRange& range, const BlockRows& rows, Instant now);
-  // The engine offers the state of a hand-off group that ends the prefix of `tokens` (a multiple of
-  // the group's chunk).
+  // The engine offers the state of a hand-off group that ends the prefix of `tokens`: a multiple of
+  // the group's chunk, or of the hit alignment where hits may end inside a block. The block must
+  // not change until the job that saves it is quiet.
   void boundary(RequestId request, GroupId group, BlockId block, std::uint32_t tokens);
 
   void preempted(RequestId request);

@@ -1,0 +1,187 @@
+// A worker's calls on the store: cut from jobs, started, and taken back as outcome and quiet.
+#include <algorithm>
+#include <utility>
+
+#include "store/worker_impl.h"
+
+namespace kvprism {
+
+// Adds the job's next chunk to the call; false when the call is full.
+bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch) {
+  const RunRecord& run = job.runs[job.cursor.run];
+  const std::uint32_t at = run.first_id + job.cursor.chunk;
+  const std::uint32_t segments = map->segments_per_block(run.group);
+  const std::uint64_t bytes = map->object_bytes(run.group);
+  const bool fits = batch.segments.size() + segments <= options.max_segments_per_call &&
+                    call.bytes + bytes <= options.max_bytes_per_call;
+  // One chunk beyond a limit is sent alone (R55).
+  if (!fits && !call.items.empty()) return false;
+  call.bytes += bytes;
+  const auto hash = std::span<const std::uint8_t>(job.hashes)
+                        .subspan(static_cast<std::size_t>(at) * job.hash_width, job.hash_width);
+  schema->append_key(batch.keys, run.group, shards[raw(run.group)], hash);
+  map->append_segments(run.group, job.ids[at], batch.segments);
+  batch.ends.push_back(static_cast<std::uint32_t>(batch.segments.size()));
+  call.items.push_back({&job, run.group, run.first_chunk + job.cursor.chunk});
+  if (++job.cursor.chunk == run.count) job.cursor = {job.cursor.run + 1, 0};
+  return true;
+}
+
+// Starts one call; false when there is nothing to start now.
+bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
+  std::unique_ptr<Call> call;
+  std::unique_ptr<ObjectBatch> batch;
+  Instant deadline{INT64_MIN};
+  for (auto it = queue.begin(); it != queue.end();) {
+    Job& job = **it;
+    if (job.issued() || job.told) {
+      it = queue.erase(it);
+      continue;
+    }
+    if (put) {
+      const ReadyState ready = job.ready.query();
+      if (ready == ReadyState::kPending) {
+        ++it;
+        continue;
+      }
+      if (ready == ReadyState::kFailed) {
+        list_unfetched(job, ItemStatus::kFailed);
+        tell_outcome(job, JobOutcome::kPartial);
+        it = queue.erase(it);
+        continue;
+      }
+    }
+    if (!call) {
+      call = idle_calls.take();
+      call->reset();
+      batch = idle_batches.take();
+      batch->clear();
+    }
+    const detail::Cursor before = job.cursor;
+    bool full = false;
+    while (!job.issued() && !full) full = !add_next(job, *call, *batch);
+    if (before.run != job.cursor.run || before.chunk != job.cursor.chunk) {
+      call->jobs.emplace_back(&job, before);
+      // The latest: an old save must not take its neighbours along.
+      deadline = std::max(deadline, job.deadline);
+    }
+    // Saves share calls; a load's calls are its own, so that one slow object holds up one request.
+    if (full || !put) break;
+    ++it;
+  }
+  if (!call) return false;
+  call->put = put;
+  const OpId op{next_op++};
+  const bool started =
+      put ? store->start_put(op, batch, now, deadline) : store->start_get(op, batch, now, deadline);
+  if (!started) {
+    for (const auto& [job, cursor] : call->jobs) job->cursor = cursor;
+    idle_batches.give(std::move(batch));
+    idle_calls.give(std::move(call));
+    return false;
+  }
+  for (const auto& [job, cursor] : call->jobs) ++job->calls;
+  for (const Item& item : call->items) ++item.job->unanswered;
+  ++(put ? puts_open : gets_open);
+  calls.emplace(static_cast<std::uint64_t>(op), std::move(call));
+  count([&](StoreWorkerCounters& c) { ++(put ? c.puts : c.gets); });
+  return true;
+}
+
+void StoreWorker::Impl::finish_items(Call& call, const std::vector<ItemResult>& results) {
+  std::uint64_t moved = 0;
+  std::uint64_t segments = 0;
+  for (std::size_t i = 0; i < call.items.size(); ++i) {
+    const Item& item = call.items[i];
+    Job& job = *item.job;
+    --job.unanswered;
+    segments += map->segments_per_block(item.group);
+    ItemResult result = i < results.size() ? results[i] : ItemResult{ItemStatus::kFailed, 0};
+    // Every byte or none: an object of another size is not this object.
+    if (!call.put && result.status == ItemStatus::kOk &&
+        result.bytes != map->object_bytes(item.group)) {
+      result.status = ItemStatus::kSizeMismatch;
+    }
+    const bool good = call.put ? stored(result.status) : result.status == ItemStatus::kOk;
+    if (good) moved += result.bytes;
+    if (job.told) continue;  // expired: what comes now is not counted
+    if (!good) {
+      job.failed.push_back({item.group, item.chunk, static_cast<std::uint32_t>(result.status)});
+      continue;
+    }
+    ++job.objects;
+    job.bytes += result.bytes;
+    if (result.status == ItemStatus::kDuplicate) ++job.duplicates;
+  }
+  count([&](StoreWorkerCounters& c) {
+    c.segments += segments;
+    (call.put ? c.bytes_stored : c.bytes_fetched) += moved;
+  });
+}
+
+void StoreWorker::Impl::tell_outcome(Job& job, JobOutcome outcome) {
+  job.told = true;
+  JobReport entry;
+  entry.job = job.id;
+  entry.outcome = outcome;
+  entry.quiet = job.calls == 0 ? 1 : 0;
+  entry.objects = job.objects;
+  entry.duplicates = job.duplicates;
+  entry.bytes = job.bytes;
+  tell(job.epoch, entry, job.failed);
+}
+
+// Everything without a good answer counts as failed: chunks not asked for, and chunks without an
+// answer yet.
+void StoreWorker::Impl::list_unfetched(Job& job, ItemStatus status) {
+  for (const auto& [op, call] : calls) {
+    if (call->outcome) continue;
+    for (const Item& item : call->items) {
+      if (item.job == &job)
+        job.failed.push_back({item.group, item.chunk, static_cast<std::uint32_t>(status)});
+    }
+  }
+  for (; !job.issued(); job.cursor = {job.cursor.run + 1, 0}) {
+    const RunRecord& run = job.runs[job.cursor.run];
+    for (std::uint32_t i = job.cursor.chunk; i < run.count; ++i) {
+      job.failed.push_back({run.group, run.first_chunk + i, static_cast<std::uint32_t>(status)});
+    }
+  }
+}
+
+bool StoreWorker::Impl::take_completions(Instant now) {
+  bool moved = false;
+  while (store->poll_store(now, completion)) {
+    moved = true;
+    const auto it = calls.find(static_cast<std::uint64_t>(completion.op));
+    if (it == calls.end()) continue;
+    Call& call = *it->second;
+    if (completion.outcome && !call.outcome) {
+      call.outcome = true;
+      --(call.put ? puts_open : gets_open);
+      finish_items(call, completion.items);
+      if (!completion.quiet) count([](StoreWorkerCounters& c) { ++c.unquiet_calls; });
+    }
+    // The outcome of a job that this call completes is told before its quiet.
+    for (const auto& [job, cursor] : call.jobs) {
+      if (completion.quiet) --job->calls;
+      if (!job->told && job->issued() && job->unanswered == 0) {
+        tell_outcome(*job, job->failed.empty() ? JobOutcome::kOk : JobOutcome::kPartial);
+      } else if (job->told && completion.quiet && job->calls == 0) {
+        JobReport entry;
+        entry.job = job->id;
+        entry.quiet = 1;
+        tell(job->epoch, entry, {});
+      }
+    }
+    if (completion.quiet) {
+      if (!completion.outcome) count([](StoreWorkerCounters& c) { --c.unquiet_calls; });
+      if (completion.batch) idle_batches.give(std::move(completion.batch));
+      idle_calls.give(std::move(it->second));
+      calls.erase(it);
+    }
+  }
+  return moved;
+}
+
+}  // namespace kvprism

@@ -1,0 +1,105 @@
+// What the parts of the store worker share: worker_calls talks to the store; store_worker.cpp has
+// the rest.
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvprism/hit/hit_group.h"
+#include "kvprism/run/mailbox.h"
+#include "kvprism/store/store_worker.h"
+#include "store/worker_jobs.h"
+
+namespace kvprism {
+
+struct StoreWorker::Impl {
+  using Job = detail::Job;
+  using Item = detail::Item;
+  using Call = detail::Call;
+
+  Impl(std::shared_ptr<const KeySchema> key_schema, std::shared_ptr<const SegmentMap> segment_map,
+       std::shared_ptr<ObjectStore> object_store, const StoreWorkerOptions& wanted)
+      : schema(std::move(key_schema)),
+        map(std::move(segment_map)),
+        store(std::move(object_store)),
+        options(wanted),
+        groups(hit_groups(schema->projection())),
+        inbox(wanted.max_queued_jobs) {
+    const StoreCapabilities capabilities = store->capabilities();
+    if (capabilities.max_segments_per_call != 0) {
+      options.max_segments_per_call =
+          std::min(options.max_segments_per_call, capabilities.max_segments_per_call);
+    }
+    if (capabilities.max_bytes_per_call != 0) {
+      options.max_bytes_per_call =
+          std::min(options.max_bytes_per_call, capabilities.max_bytes_per_call);
+    }
+    const Projection& projection = map->projection();
+    position = rank_position(options.rank, projection.parallel());
+    for (const StoreIndex group : indices<StoreIndex>(projection.num_store_groups())) {
+      shards.push_back(schema->shard_of(group, position));
+    }
+  }
+
+  std::shared_ptr<const KeySchema> schema;
+  std::shared_ptr<const SegmentMap> map;
+  std::shared_ptr<ObjectStore> store;
+  StoreWorkerOptions options;
+  RankPosition position;
+  std::vector<RankPosition> shards;  // by store group
+  std::vector<HitGroup> groups;      // by store group
+
+  // Between the engine's threads and the one that pumps.
+  Mailbox<std::unique_ptr<Job>> inbox;
+  std::mutex submit_mutex;
+  std::uint64_t bound_epoch = 0;  // 0: none yet
+  std::uint64_t last_step = 0;    // of that epoch
+  std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
+  bool closed = false;
+  detail::Pool<Job> idle_jobs;
+  std::mutex outbox_mutex;
+  std::vector<WorkerReport> outbox;  // one per epoch
+  mutable std::mutex counters_mutex;
+  StoreWorkerCounters counters;
+
+  // Of the thread that pumps.
+  std::vector<std::unique_ptr<Job>> jobs;
+  std::deque<Job*> loads;
+  std::deque<Job*> saves;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Call>> calls;
+  std::uint64_t next_op = 1;
+  std::uint32_t gets_open = 0;
+  std::uint32_t puts_open = 0;
+  detail::Pool<Call> idle_calls;
+  detail::Pool<ObjectBatch> idle_batches;
+  Completion completion;
+
+  template <class Change>
+  void count(Change change) {
+    const std::lock_guard lock(counters_mutex);
+    change(counters);
+  }
+
+  void tell(std::uint64_t epoch, const JobReport& entry, const std::vector<FailedChunk>& failed);
+  SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, std::string why);
+  std::string why_refused(const StepPlanView& plan);
+  void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
+  void add_run(const RunRecord& run, JobKind kind, Job& job) const;
+
+  void finish_items(Call& call, const std::vector<ItemResult>& results);
+  void tell_outcome(Job& job, JobOutcome outcome);
+  void list_unfetched(Job& job, ItemStatus status);
+  bool take_completions(Instant now);
+  bool take_inbox(Instant now);
+  bool expire(Instant now);
+  bool issue(std::deque<Job*>& queue, bool put, Instant now);
+  bool add_next(Job& job, Call& call, ObjectBatch& batch);
+  bool retire();
+};
+
+}  // namespace kvprism

@@ -1,0 +1,336 @@
+// Hits that end inside a block: the end of a prompt as it is saved, looked up and loaded.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kvprism/hit/prompt_end.h"
+#include "kvprism/store/store_scheduler.h"
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr RequestId kRequest{41};
+constexpr GroupId kFull{0};
+constexpr GroupId kState{2};
+
+// Group, chunk, block, tokens of its mark, valid tokens of it where it ends a run.
+struct Move {
+  std::uint32_t group, chunk;
+  std::int32_t block;
+  std::uint32_t mark, valid;
+  bool operator==(const Move&) const = default;
+  friend void PrintTo(const Move& m, std::ostream* out) {
+    *out << "{g" << m.group << " c" << m.chunk << " b" << m.block << " t" << m.mark << " v"
+         << m.valid << "}";
+  }
+};
+
+std::vector<Move> moves(const StepPlan& plan, std::size_t job) {
+  std::vector<Move> result;
+  const JobRecord& record = plan.jobs[job];
+  for (std::uint32_t r = 0; r < record.num_runs; ++r) {
+    const RunRecord& run = plan.runs[record.first_run + r];
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      const std::uint32_t mark = plan.mark_tokens[run.first_mark + i];
+      result.push_back({raw(run.group), run.first_chunk + i, raw(plan.ids[run.first_id + i]), mark,
+                        i + 1 == run.count ? run.valid_tokens_last : 0});
+    }
+  }
+  return result;
+}
+
+// Blocks of 8 tokens beside states each 16, hashes each 4: S is 16, hits end on multiples of 4.
+class PromptEndTest : public ::testing::Test {
+ protected:
+  PromptEndTest() { build(false); }
+
+  void build(bool draft) {
+    CacheConfig config;
+    config.num_blocks = 64;
+    config.scheduler_block_size = 16;
+    config.hash_block_size = 4;
+    config.cache_hit_alignment_tokens = 4;
+    config.groups = {test::full_group(8), test::ring_group(6), test::mamba_group(16)};
+    config.groups[0].is_eagle_group = draft;
+    projection = Projection::make(config, SpecRegistry::builtin());
+    schema = test::make_schema(projection);
+    StoreSchedulerOptions options;
+    options.epoch = 7;
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  }
+
+  std::string key(std::uint32_t group, std::uint32_t tokens) const {
+    KeySlots keys;
+    schema->append_key(keys, StoreIndex{group}, {}, hashes.list()[tokens / 4 - 1]);
+    return keys[0];
+  }
+  void exists(std::uint32_t group, std::vector<std::uint32_t> ends) {
+    for (const std::uint32_t tokens : ends) store->present[key(group, tokens)] = 1;
+  }
+  LookupResult look_up(std::uint32_t prompt, std::uint32_t local = 0) {
+    const HashList known{hashes.bytes.data(), prompt / 4, Hashes::kWidth};
+    LookupResult result = scheduler->lookup(kRequest, prompt, known, local, now);
+    if (!result.pending) return result;
+    scheduler->end_step(now);
+    while (!store->lookups.empty()) store->answer_lookup();
+    return scheduler->lookup(kRequest, prompt, known, local, now);
+  }
+  void end(JobId job, JobOutcome outcome, std::vector<FailedChunk> failed = {}) {
+    WorkerReport report;
+    report.epoch = 7;
+    JobReport entry;
+    entry.job = job;
+    entry.outcome = outcome;
+    entry.quiet = 1;
+    entry.num_failed = static_cast<std::uint32_t>(failed.size());
+    report.jobs = {entry};
+    report.failed = std::move(failed);
+    scheduler->report(report, now);
+  }
+  const StepPlan& compute(std::uint32_t tokens) {
+    scheduler->advanced(kRequest, tokens, hashes.list());
+    const TokenRange range = scheduler->wants_save(kRequest, now);
+    if (!range.empty()) scheduler->save(kRequest, range, table.get(), now);
+    return scheduler->end_step(now);
+  }
+  LoadEnd load_end() {
+    std::vector<LoadEnd> ends;
+    scheduler->take_load_ends(ends);
+    return ends.empty() ? LoadEnd{} : ends.front();
+  }
+
+  using Hashes = test::Hashes;
+  const Hashes hashes{16, 1};
+  const test::Rows table{{{11, 12, 13, 14, 15, 16}, {21}, {31, 32, 33}}};
+  std::shared_ptr<test::ScriptedStore> store = std::make_shared<test::ScriptedStore>();
+  std::shared_ptr<const Projection> projection;
+  std::shared_ptr<const KeySchema> schema;
+  std::unique_ptr<StoreScheduler> scheduler;
+  Instant now{seconds(1).ns};
+};
+
+TEST_F(PromptEndTest, LiesWhereAReplayStarts) {
+  const HitGrid grid{16, 4, 4};
+  EXPECT_EQ(prompt_end(30, grid, false), (PromptEnd{28, 28}));
+  EXPECT_EQ(prompt_end(32, grid, false), (PromptEnd{28, 28})) << "the last token is computed anew";
+  EXPECT_EQ(prompt_end(33, grid, false), PromptEnd{}) << "whole steps are saved as such";
+  EXPECT_EQ(prompt_end(4, grid, false), PromptEnd{});
+  EXPECT_EQ(prompt_end(5, grid, false), (PromptEnd{4, 4}));
+  EXPECT_EQ(prompt_end(0, grid, false), PromptEnd{});
+  EXPECT_EQ(prompt_end(30, grid, true), (PromptEnd{24, 28}));
+  EXPECT_EQ(prompt_end(32, grid, true), (PromptEnd{28, 32}));
+  EXPECT_EQ(prompt_end(36, grid, true), (PromptEnd{32, 36})) << "what proves it is no whole step";
+  EXPECT_EQ(prompt_end(7, grid, true), PromptEnd{});
+  EXPECT_EQ(prompt_end(30, HitGrid{16, 4, 16}, false), PromptEnd{}) << "whole blocks only";
+}
+
+TEST_F(PromptEndTest, IsSavedBesideTheWholeSteps) {
+  scheduler->prompt(kRequest, 30);
+  scheduler->advanced(kRequest, 30, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 28}));
+  const StepPlan& plan = compute(30);
+  ASSERT_THAT(plan.jobs, SizeIs(2));
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{0, 0, 11, 8, 0}, Move{0, 1, 12, 16, 8}));
+  EXPECT_THAT(moves(plan, 1), ElementsAre(Move{0, 2, 13, 24, 0}, Move{0, 3, 14, 28, 4}));
+  const auto last = plan.view().mark_hash(plan.runs.back().first_mark + 1);
+  const auto wanted = hashes.list()[28 / 4 - 1];
+  EXPECT_TRUE(std::equal(last.begin(), last.end(), wanted.begin(), wanted.end()));
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "once";
+}
+
+TEST_F(PromptEndTest, IsSavedWithoutALookupOnlyWhenThePromptIsKnown) {
+  EXPECT_THAT(compute(30).jobs, SizeIs(1)) << "nobody has said how long the prompt is";
+  scheduler->prompt(kRequest, 30);
+  EXPECT_THAT(moves(compute(30), 0), ElementsAre(Move{0, 2, 13, 24, 0}, Move{0, 3, 14, 28, 4}));
+}
+
+TEST_F(PromptEndTest, WaitsUntilItIsComputed) {
+  scheduler->prompt(kRequest, 30);
+  EXPECT_THAT(compute(20).jobs, SizeIs(1));
+  EXPECT_THAT(compute(27).jobs, IsEmpty());
+  EXPECT_EQ(moves(compute(28), 0).back(), (Move{0, 3, 14, 28, 4}));
+}
+
+TEST_F(PromptEndTest, IsNotSavedAgainForAWhileByWhoeverSharesIt) {
+  scheduler->prompt(kRequest, 30);
+  const StepPlan& plan = compute(30);
+  const JobId steps = plan.jobs[0].id;
+  const JobId tail = plan.jobs[1].id;
+  end(steps, JobOutcome::kOk);
+  end(tail, JobOutcome::kOk);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  scheduler->prompt(kRequest, 31);
+  EXPECT_THAT(compute(31).jobs, IsEmpty());
+  EXPECT_EQ(scheduler->counters().saves_known, 2u);
+  now = now + seconds(61);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  scheduler->prompt(kRequest, 31);
+  EXPECT_THAT(compute(31).jobs, SizeIs(2));
+}
+
+TEST_F(PromptEndTest, AFailedOneIsLeftToTheNextRequest) {
+  scheduler->prompt(kRequest, 30);
+  const JobId tail = compute(30).jobs[1].id;
+  end(tail, JobOutcome::kPartial,
+      {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  EXPECT_THAT(compute(31).jobs, IsEmpty());
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  scheduler->prompt(kRequest, 30);
+  EXPECT_THAT(compute(30).jobs, SizeIs(2)) << "nothing of it counts as stored";
+}
+
+TEST_F(PromptEndTest, StatesInsideABlockAreTakenWhereAHitMayEnd) {
+  scheduler->advanced(kRequest, 30, hashes.list());
+  scheduler->boundary(kRequest, kState, BlockId{40}, 28);
+  scheduler->boundary(kRequest, kState, BlockId{41}, 26);
+  scheduler->boundary(kRequest, kState, BlockId{42}, 16);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_THAT(plan.jobs, SizeIs(1));
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{1, 1, 40, 28, 12}, Move{1, 0, 42, 16, 16}));
+  EXPECT_EQ(scheduler->counters().offers_refused, 1u) << "no hash names 26 tokens";
+}
+
+TEST_F(PromptEndTest, AFailedStateMayBeOfferedAgain) {
+  scheduler->advanced(kRequest, 30, hashes.list());
+  scheduler->boundary(kRequest, kState, BlockId{40}, 28);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  scheduler->boundary(kRequest, kState, BlockId{40}, 28);
+  EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+  end(job, JobOutcome::kPartial,
+      {{StoreIndex{1}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  scheduler->boundary(kRequest, kState, BlockId{40}, 28);
+  EXPECT_THAT(scheduler->end_step(now).jobs, SizeIs(1));
+}
+
+TEST_F(PromptEndTest, IsFoundAndLoaded) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {16, 28});
+  EXPECT_EQ(look_up(30).external_tokens, 28u);
+  const auto job = scheduler->allocated(kRequest, 28, table.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_TRUE(job);
+  EXPECT_THAT(moves(plan, 0),
+              ElementsAre(Move{0, 0, 11, 8, 0}, Move{0, 1, 12, 16, 0}, Move{0, 2, 13, 24, 0},
+                          Move{0, 3, 14, 28, 4}, Move{1, 1, 32, 28, 12}));
+  end(*job, JobOutcome::kOk);
+  EXPECT_EQ(load_end().valid_tokens, 28u);
+  EXPECT_THAT(compute(30).jobs, IsEmpty()) << "what came from the store is in the store";
+}
+
+TEST_F(PromptEndTest, BeyondTheLocalHitOnly) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {28});
+  EXPECT_EQ(look_up(30, 16).external_tokens, 12u);
+  ASSERT_TRUE(scheduler->allocated(kRequest, 12, table.get(), now));
+  EXPECT_THAT(moves(scheduler->end_step(now), 0),
+              ElementsAre(Move{0, 2, 13, 24, 0}, Move{0, 3, 14, 28, 4}, Move{1, 1, 32, 28, 12}));
+}
+
+TEST_F(PromptEndTest, ALongerObjectOfTheSameBlockServesAShorterHit) {
+  exists(0, {8, 16, 24, 32});
+  exists(1, {28});
+  EXPECT_EQ(look_up(40).external_tokens, 28u);
+  ASSERT_TRUE(scheduler->allocated(kRequest, 28, table.get(), now));
+  const std::vector<Move> all = moves(scheduler->end_step(now), 0);
+  EXPECT_EQ(all[3], (Move{0, 3, 14, 32, 4})) << "32 tokens are there, 28 count";
+}
+
+TEST_F(PromptEndTest, AHoleBeforeItEndsTheHit) {
+  exists(0, {8, 24, 28});
+  exists(1, {28});
+  EXPECT_EQ(look_up(30).external_tokens, 0u);
+}
+
+TEST_F(PromptEndTest, LeavesTheLastTokenToCompute) {
+  exists(0, {8, 16, 24, 28, 32});
+  exists(1, {16, 28, 32});
+  EXPECT_EQ(look_up(32).external_tokens, 28u);
+}
+
+TEST_F(PromptEndTest, WithoutItsStateTheHitIsShorter) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {16});
+  EXPECT_EQ(look_up(30).external_tokens, 16u);
+}
+
+TEST_F(PromptEndTest, AFailedStateRewindsToTheEndBeforeIt) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {28});
+  look_up(30);
+  const auto job = scheduler->allocated(kRequest, 28, table.get(), now);
+  scheduler->end_step(now);
+  end(*job, JobOutcome::kPartial,
+      {{StoreIndex{1}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  const LoadEnd ended = load_end();
+  EXPECT_EQ(ended.valid_tokens, 0u) << "no other state was fetched";
+  EXPECT_THAT(ended.failed, ElementsAre(FailedBlock{kState, 1, BlockId{32}}));
+}
+
+TEST_F(PromptEndTest, AnObjectThatCannotBeLoadedIsAvoidedForAWhile) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {16, 28});
+  look_up(30);
+  const auto job = scheduler->allocated(kRequest, 28, table.get(), now);
+  scheduler->end_step(now);
+  end(*job, JobOutcome::kPartial,
+      {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)}});
+  EXPECT_THAT(load_end().failed, ElementsAre(FailedBlock{kFull, 3, BlockId{14}}));
+  scheduler->finished(kRequest, FinishReason::kAborted);
+  EXPECT_EQ(look_up(30).external_tokens, 16u);
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 1u);
+}
+
+// Two groups of attention without a state, whose loads fail in part.
+TEST_F(PromptEndTest, FailuresRewindToAUnitThatAllGroupsHave) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.scheduler_block_size = 16;
+  config.hash_block_size = 4;
+  config.cache_hit_alignment_tokens = 4;
+  config.groups = {test::full_group(16, "a"), test::full_group(8, "b")};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = 7;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  exists(0, {16, 28});
+  exists(1, {8, 16, 24, 28});
+  EXPECT_EQ(look_up(30).external_tokens, 28u);
+  const test::Rows rows{{{1, 2}, {3, 4, 5, 6}}};
+  const auto job = scheduler->allocated(kRequest, 28, rows.get(), now);
+  scheduler->end_step(now);
+  end(*job, JobOutcome::kPartial,
+      {{StoreIndex{1}, 3, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  EXPECT_EQ(load_end().valid_tokens, 24u) << "the object of 28 tokens holds the first 24 too";
+}
+
+// R23: prompts that end on a hash unit.
+TEST_F(PromptEndTest, ADraftFindsWhatItsOwnSaveHasLeft) {
+  for (const std::uint32_t prompt : {30u, 31u, 32u, 33u, 36u, 40u, 44u}) {
+    store = std::make_shared<test::ScriptedStore>();
+    build(true);
+    scheduler->prompt(kRequest, prompt);
+    const StepPlan& plan = compute(prompt);
+    for (std::size_t job = 0; job < plan.jobs.size(); ++job) {
+      for (const Move& move : moves(plan, job)) exists(move.group, {move.mark});
+    }
+    const std::uint32_t boundary = prompt / 4 * 4 - 4;
+    exists(1, {boundary});  // the state that the engine hands off there
+    scheduler->finished(kRequest, FinishReason::kCompleted);
+    EXPECT_EQ(look_up(prompt).external_tokens, boundary) << prompt;
+    scheduler->finished(kRequest, FinishReason::kCompleted);
+    EXPECT_EQ(look_up(prompt + 9).external_tokens, boundary)
+        << "and whoever goes on from " << prompt;
+  }
+}
+
+}  // namespace
+}  // namespace kvprism
