@@ -5,11 +5,11 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel bench bench-vllm fuzz soak soak-mooncake soak-vllm clean
+.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel release-check bench bench-vllm fuzz soak soak-mooncake soak-vllm clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
-	  while IFS='|' read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 setup: ## Install what is missing and build once
 	@bash scripts/setup.sh
@@ -57,6 +57,9 @@ format: ## Rewrite sources, or FILES, into the project's format
 
 wheel: setup ## Build dist/*.whl and check its contents
 	@bash scripts/wheel.sh
+
+release-check: setup ## Sdist, wheel, versions, consumers, links: what a release needs beside the tests
+	@bash scripts/release_check.sh
 
 bench: ## C++ benchmarks; BENCH_ARGS go to each program
 	@bash scripts/bench.sh $(BENCH_ARGS)
