@@ -61,7 +61,7 @@ wheel: setup ## Build dist/*.whl and check its contents
 release-check: setup ## Sdist, wheel, versions, consumers, links: what a release needs beside the tests
 	@bash scripts/release_check.sh
 
-bench: ## C++ benchmarks; BENCH_ARGS go to each program
+bench: build ## The core beside its floors, ratios in build/bench/results.json; BENCH_ARGS go to the program
 	@bash scripts/bench.sh $(BENCH_ARGS)
 
 bench-vllm: build ## The connectors on vLLM's own scheduler, in one run

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Builds and runs the C++ benchmarks; one JSON file each below build/bench/results.
+# Builds the C++ benchmarks and runs them, beside a real Mooncake on loopback; the figures go to
+# build/bench/results.json. Arguments go to the program.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
-need_packages g++ cmake ninja-build ccache libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev \
-  libbenchmark-dev
 
-mkdir -p build/bench/results
 say "Building build/bench"
-cmake --preset bench >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
+mkdir -p build/bench
+cmake --preset bench >build/bench/configure.log 2>&1 || {
+  cat build/bench/configure.log
+  exit 1
+}
 cmake --build --preset bench --parallel "$JOBS"
 
-shopt -s nullglob
-for program in build/bench/bin/*; do
-  name="$(basename "$program")"
-  say "$name"
-  "$program" --benchmark_out="build/bench/results/$name.json" --benchmark_out_format=json "$@"
-done
+say "core_bench: each part beside its floor, in one run; no pass marks"
+commit="$(git describe --always --dirty 2>/dev/null || echo unknown)"
+PATH="$VENV/bin:$PATH" "$VENV/bin/python" scripts/bench.py build/bench/bin/core_bench \
+  --json build/bench/results.json --commit "$commit" "$@"
+echo "figures: build/bench/results.json"

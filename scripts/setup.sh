@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$ROOT"
 
 packages=(g++ cmake ninja-build make libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev libgtest-dev
-  libgmock-dev libbenchmark-dev libibverbs1 libnuma1 libcurl4 iproute2 valgrind)
+  libgmock-dev libibverbs1 libnuma1 libcurl4 iproute2 valgrind)
 if [ "$(id -u)" = 0 ]; then
   packages+=(ccache) # only a convenience
 fi

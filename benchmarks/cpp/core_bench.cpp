@@ -1,22 +1,27 @@
-// What the step's own work costs: keys, hit search, plans. Each beside the least work that could do
-// it, so that a reader compares two lines of one run and never two runs.
-#include <benchmark/benchmark.h>
-
+// What the step's own work costs, each part beside the least work that could do it.
+//
+//   core_bench [--json FILE] [--commit NAME] [--mooncake HOST:PORT] [--pairs N] [--sample-ms N]
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "kvprism/base/version.h"
 #include "kvprism/group/projection.h"
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/key/key_schema.h"
+#include "kvprism/layout/segment_map.h"
 #include "kvprism/spec/spec_registry.h"
 #include "kvprism/wire/step_plan.h"
+#include "pairs.h"
+#include "stores.h"
 
+namespace kvprism::bench {
 namespace {
-
-using namespace kvprism;  // NOLINT(google-build-using-namespace): a benchmark of the whole
-                          // namespace
 
 std::shared_ptr<const Projection> hybrid() {
   const SpecRegistry registry = SpecRegistry::builtin();
@@ -31,67 +36,71 @@ std::shared_ptr<const Projection> hybrid() {
       registry);
 }
 
-std::shared_ptr<const KeySchema> schema_of(const std::shared_ptr<const Projection>& projection) {
-  KeyFacts facts;
-  facts.model = "bench";
-  facts.hash_algorithm = "sha256_cbor";
-  return KeySchema::kvprism(projection, facts);
-}
-
 std::vector<std::uint8_t> hashes(std::size_t count) {
   std::vector<std::uint8_t> bytes(count * 32);
   for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i * 37);
   return bytes;
 }
 
-void keys(benchmark::State& state) {
-  const auto schema = schema_of(hybrid());
-  const auto count = static_cast<std::size_t>(state.range(0));
+void keys(Pairs& pairs, std::size_t count) {
+  KeyFacts facts;
+  facts.model = "bench";
+  facts.hash_algorithm = "sha256_cbor";
+  const auto schema = KeySchema::kvprism(hybrid(), facts);
   const std::vector<std::uint8_t> bytes = hashes(count);
   KeySlots slots;
-  for (auto _ : state) {
+  const auto make = [&] {
     slots.clear();
-    for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t i = 0; i < count; ++i)
       schema->append_key(slots, StoreIndex{0}, {}, std::span(bytes).subspan(i * 32, 32));
-    }
-    benchmark::DoNotOptimize(slots.strings().data());
-  }
-  state.SetItemsProcessed(state.iterations() * state.range(0));
+  };
+  make();
+  const std::string one = slots[0];
+  std::vector<std::string> there(count, std::string(one.size(), 'x'));
+  pairs.compare(
+      "keys/" + std::to_string(count), "key", static_cast<double>(count),
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          make();
+          keep(slots.strings().data());
+        }
+      },
+      "memcpy of the same bytes",
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          for (std::string& slot : there) std::memcpy(slot.data(), one.data(), one.size());
+          keep(there.data());
+        }
+      });
 }
-BENCHMARK(keys)->Arg(1024)->Arg(16384);
 
-// The floor of `keys`: the same bytes copied into strings that are there.
-void keys_floor_memcpy(benchmark::State& state) {
-  const auto schema = schema_of(hybrid());
-  const auto count = static_cast<std::size_t>(state.range(0));
-  const std::vector<std::uint8_t> bytes = hashes(1);
-  KeySlots one;
-  schema->append_key(one, StoreIndex{0}, {}, bytes);
-  std::vector<std::string> slots(count, std::string(one[0].size(), 'x'));
-  for (auto _ : state) {
-    for (std::string& slot : slots) std::memcpy(slot.data(), one[0].data(), slot.size());
-    benchmark::DoNotOptimize(slots.data());
-    benchmark::ClobberMemory();
-  }
-  state.SetItemsProcessed(state.iterations() * state.range(0));
-}
-BENCHMARK(keys_floor_memcpy)->Arg(1024)->Arg(16384);
-
-void hit_search(benchmark::State& state) {
-  const auto projection = hybrid();
-  HitSearch search(*projection);
+void hit_search(Pairs& pairs, std::uint32_t chunks) {
+  HitSearch search(*hybrid());
   const std::size_t groups = search.groups().size();
-  const auto chunks = static_cast<std::uint32_t>(state.range(0));
   Presence presence;
   presence.reset(groups);
   for (const StoreIndex index : indices<StoreIndex>(groups)) {
     presence.set_units(index, chunks);
     for (std::uint32_t chunk = 0; chunk < chunks; ++chunk) presence.mark(index, chunk);
   }
-  for (auto _ : state) benchmark::DoNotOptimize(search.find(presence, 0, chunks * 16));
-  state.SetItemsProcessed(state.iterations() * state.range(0) * static_cast<std::int64_t>(groups));
+  pairs.compare(
+      "hit search/" + std::to_string(chunks), "chunk", chunks,
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          std::uint32_t hit = search.find(presence, 0, chunks * 16);
+          keep(&hit);
+        }
+      },
+      "one look at each prefix flag",
+      [&](std::uint64_t n) {
+        // Only of the full attention group every flag must be seen.
+        for (; n > 0; --n) {
+          std::uint32_t chunk = 0;
+          while (chunk < chunks && presence.has(StoreIndex{0}, chunk)) ++chunk;
+          keep(&chunk);
+        }
+      });
 }
-BENCHMARK(hit_search)->Arg(1024)->Arg(16384);
 
 StepPlan large_plan(std::uint32_t chunks) {
   StepPlan plan;
@@ -107,29 +116,111 @@ StepPlan large_plan(std::uint32_t chunks) {
   return plan;
 }
 
-void plan_encode_decode(benchmark::State& state) {
-  const StepPlan plan = large_plan(static_cast<std::uint32_t>(state.range(0)));
+void plans(Pairs& pairs, std::uint32_t chunks) {
+  const StepPlan plan = large_plan(chunks);
   std::vector<std::byte> bytes;
-  for (auto _ : state) {
-    encode(plan.view(), bytes);
-    benchmark::DoNotOptimize(decode_plan(bytes).ids.data());
-  }
-  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(bytes.size()));
-}
-BENCHMARK(plan_encode_decode)->Arg(128)->Arg(16384);
-
-// The floor of `plan_encode_decode`: its bytes copied once.
-void plan_floor_memcpy(benchmark::State& state) {
-  std::vector<std::byte> bytes;
-  encode(large_plan(static_cast<std::uint32_t>(state.range(0))).view(), bytes);
+  encode(plan.view(), bytes);
   std::vector<std::byte> copy(bytes.size());
-  for (auto _ : state) {
-    std::memcpy(copy.data(), bytes.data(), bytes.size());
-    benchmark::DoNotOptimize(copy.data());
-    benchmark::ClobberMemory();
-  }
-  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(bytes.size()));
+  pairs.compare(
+      "plan encode+decode/" + std::to_string(chunks), "chunk", chunks,
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          encode(plan.view(), bytes);
+          keep(decode_plan(bytes).ids.data());
+        }
+      },
+      "memcpy of the same bytes",
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          std::memcpy(copy.data(), bytes.data(), bytes.size());
+          keep(copy.data());
+        }
+      });
 }
-BENCHMARK(plan_floor_memcpy)->Arg(128)->Arg(16384);
+
+// 32 layers of scattered pages: nothing can be merged.
+void segments(Pairs& pairs, std::uint32_t blocks) {
+  constexpr std::size_t kLayers = 32;
+  constexpr std::size_t kPage = 16 * 2 * 128 * 2;
+  std::string layers = "\"l0\"";
+  for (std::size_t layer = 1; layer < kLayers; ++layer)
+    layers += ", \"l" + std::to_string(layer) + "\"";
+  const SpecRegistry registry = SpecRegistry::builtin();
+  const auto projection = Projection::make(
+      cache_config_from_json(R"({"num_blocks": 2048, "groups": [{"kind": "full_attention",
+    "layers": [)" + layers + R"(], "block_size": 16, "num_kv_heads": 1, "head_size": 128,
+    "dtype": "bfloat16"}]})",
+                             registry),
+      registry);
+  // Never touched: only addresses are made.
+  std::byte* const base = reinterpret_cast<std::byte*>(std::uintptr_t{1} << 40);
+  CacheTensor tensor;
+  tensor.base = base;
+  tensor.bytes = kLayers * 2048 * kPage;
+  for (std::size_t layer = 0; layer < kLayers; ++layer)
+    tensor.layers.push_back("l" + std::to_string(layer));
+  tensor.layer_stride = 2048 * kPage;
+  tensor.block_stride = kPage;
+  const auto map = SegmentMap::make(projection, {tensor});
+  std::vector<Segment> out;
+  out.reserve(blocks * kLayers);
+  const auto id = [](std::uint32_t i) {
+    return BlockId{static_cast<std::int32_t>(1 + i * 7 % 2047)};
+  };
+  pairs.compare(
+      "segments/" + std::to_string(blocks) + "x32", "segment", blocks * double{kLayers},
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          out.clear();
+          for (std::uint32_t i = 0; i < blocks; ++i)
+            map->append_segments(StoreIndex{0}, id(i), out);
+          keep(out.data());
+        }
+      },
+      "address and length of each",
+      [&](std::uint64_t n) {
+        for (; n > 0; --n) {
+          out.clear();
+          for (std::uint32_t i = 0; i < blocks; ++i) {
+            for (std::size_t layer = 0; layer < kLayers; ++layer) {
+              out.push_back(
+                  {base + layer * 2048 * kPage + static_cast<std::size_t>(raw(id(i))) * kPage,
+                   kPage});
+            }
+          }
+          keep(out.data());
+        }
+      });
+}
 
 }  // namespace
+}  // namespace kvprism::bench
+
+int main(int argc, char** argv) {
+  using namespace kvprism;         // NOLINT(google-build-using-namespace): the program itself
+  using namespace kvprism::bench;  // NOLINT(google-build-using-namespace)
+  std::string json, commit, mooncake;
+  int count = 15;
+  double sample_ms = 20;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string_view option = argv[i];
+    if (option == "--json") json = argv[i + 1];
+    if (option == "--commit") commit = argv[i + 1];
+    if (option == "--mooncake") mooncake = argv[i + 1];
+    if (option == "--pairs") count = std::atoi(argv[i + 1]);
+    if (option == "--sample-ms") sample_ms = std::atof(argv[i + 1]);
+  }
+  Pairs pairs(std::max(count, 3), sample_ms);
+  Pairs::print_header();
+  for (const std::size_t size : {1024, 16384}) keys(pairs, size);
+  for (const std::uint32_t size : {1024, 16384}) hit_search(pairs, size);
+  for (const std::uint32_t size : {128, 16384}) plans(pairs, size);
+  segments(pairs, 1024);
+  memory_store(pairs);
+  if (!mooncake.empty()) mooncake_store(pairs, mooncake);
+  if (!json.empty() && !pairs.write_json(json.c_str(), kVersionString, commit.c_str())) {
+    std::fprintf(stderr, "core_bench: %s cannot be written\n", json.c_str());
+    return 1;
+  }
+  return 0;
+}
