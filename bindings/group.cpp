@@ -380,7 +380,14 @@ Raises:
           "config"_a, "registry"_a = nb::none(),
           nb::sig("def check(config: CacheConfig, registry: SpecRegistry | None = None) -> "
                   "list[Problem]"),
-          "What is wrong with a config, without raising.")
+          R"(What is wrong with a config, without raising.
+
+Args:
+    config: What the engine told.
+    registry: The kinds of cache; None for the built-in ones.
+
+Returns:
+    Every problem; an empty list when there is none.)")
       .def_prop_ro("num_groups", &Projection::num_groups, "Number of all groups.")
       .def_prop_ro("num_transfer_groups", &Projection::num_transfer_groups,
                    "Number of transferable groups.")
@@ -485,7 +492,14 @@ Raises:
              const std::vector<std::pair<std::string, std::string>>& theirs) {
             return Projection::describe_mismatch(to_facts(ours), to_facts(theirs));
           },
-          "ours"_a, "theirs"_a, "A table of both sides' facts with the differing rows marked.")
+          "ours"_a, "theirs"_a, R"(A table of both sides' facts with the differing rows marked.
+
+Args:
+    ours: ``digest_facts`` of this side.
+    theirs: ``digest_facts`` of the other.
+
+Returns:
+    Text of several lines.)")
       .def("__repr__", [](const Projection& p) {
         return "Projection(groups=" + std::to_string(p.num_groups()) +
                ", transfer=" + std::to_string(p.num_transfer_groups()) +

@@ -273,8 +273,13 @@ void bind_hit(nb::module_& module) {
           [](std::vector<HitGroup> groups, std::uint32_t step, std::uint32_t unit,
              std::uint32_t alignment) { return Finder(std::move(groups), step, unit, alignment); },
           "groups"_a, nb::kw_only(), "step"_a, "unit"_a, "alignment"_a,
-          "From rules and sizes in tokens: of a step, of a hash, and of what hits are multiples "
-          "of.")
+          R"(From rules and sizes instead of a projection.
+
+Args:
+    groups: What each group needs, in store order.
+    step: Granularity of saves in tokens.
+    unit: Tokens per hash.
+    alignment: Tokens that hits are multiples of.)")
       .def_prop_ro(
           "groups", [](Finder& finder) { return finder.search().groups(); },
           "The groups in store order.")
@@ -303,13 +308,37 @@ Raises:
       .def("find_loaded", &find_loaded, "maps"_a, "hashes"_a, nb::kw_only(), "locals"_a, "hits"_a,
            nb::sig("def find_loaded(self, maps: typing.Any, hashes: int, *, locals: typing.Any, "
                    "hits: typing.Any) -> list[int]"),
-           "The valid tokens of each hit when the map tells what arrived.")
+           R"(The valid tokens of each hit when the map tells what arrived.
+
+Args:
+    maps: Bytes, one for each map, group and hash.
+    hashes: Hashes of a map.
+    locals: Tokens of the engine's own hit, for each map.
+    hits: Tokens of the hit that was loaded, for each map.
+
+Returns:
+    Tokens for each map.)")
       .def("tails", &tails, "maps"_a, "hashes"_a, nb::kw_only(), "hits"_a,
            nb::sig("def tails(self, maps: typing.Any, hashes: int, *, hits: typing.Any) -> "
                    "list[int]"),
-           "Tokens of the prefix whose object ends a hit, for each map and group; 0 for none.")
+           R"(Tokens of the prefix whose object ends a hit, for each map and group; 0 for none.
+
+Args:
+    maps: Bytes, one for each map, group and hash.
+    hashes: Hashes of a map.
+    hits: Tokens of the hit, for each map.
+
+Returns:
+    Tokens for each map and group.)")
       .def("load_ranges", &load_ranges, "hit"_a, "local"_a = 0,
-           "Chunks of each group that a load fetches, as (first, end).")
+           R"(Chunks of each group that a load fetches.
+
+Args:
+    hit: Tokens of the hit.
+    local: Tokens that the engine has itself.
+
+Returns:
+    (first, end) for each group.)")
       .def("prompt_end_chunks", &prompt_end_chunks, "prompt_tokens"_a,
            "What is stored for the end of a prompt beside whole steps, as (group, chunk, tokens of "
            "the prefix that names it).")
@@ -336,7 +365,16 @@ Raises:
           "prompt_tokens"_a.none() = nb::none(),
           nb::sig("def store_masks(self, tokens: int, start: int = 0, *, retention: int | None, "
                   "prompt_tokens: int | None = None) -> list[bytes]"),
-          "A byte for each chunk of each group from `start` on: is it worth an object?");
+          R"(A byte for each chunk of each group from `start` on: is it worth an object?
+
+Args:
+    tokens: Where the chunks end.
+    start: Where they begin, in tokens.
+    retention: The engine's retention interval in tokens; None for every prefix.
+    prompt_tokens: Length of the prompt, from whose end it may be replayed.
+
+Returns:
+    Bytes for each group.)");
 }
 
 }  // namespace kvprism::bindings

@@ -99,11 +99,30 @@ Raises:
 
 They say nothing of revision, quantisation, layout or sizes: all users of the pool must agree.
 
+Args:
+    projection: The groups.
+    model: Name or path of the model; not empty.
+    model_revision: Version of the weights.
+    kv_quantization: How cached values are quantised.
+    hash_algorithm: The engine's block hash; not empty.
+    hash_is_stable: Whether every process hashes alike; False is refused.
+
 Raises:
     ConfigError: With every problem at once; also where the reference's own objects are wrong.)")
       .def_static("make", &make_schema<&KeySchema::make>, "projection"_a, nb::kw_only(), "model"_a,
                   "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
-                  "hash_is_stable"_a, "The schema that the projection names.")
+                  "hash_is_stable"_a, R"(The schema that the projection names.
+
+Args:
+    projection: The groups.
+    model: Name or path of the model; not empty.
+    model_revision: Version of the weights.
+    kv_quantization: How cached values are quantised.
+    hash_algorithm: The engine's block hash; not empty.
+    hash_is_stable: Whether every process hashes alike; False is refused.
+
+Raises:
+    ConfigError: With every problem at once.)")
       .def_prop_ro(
           "projection",
           [](const KeySchema& schema) { return schema.projection().shared_from_this(); },
@@ -133,7 +152,14 @@ Raises:
             return schema.shard_of(
                 checked(group, schema.projection().num_store_groups(), "StoreIndex"), rank);
           },
-          "group"_a, "rank"_a, "The position under which a rank stores and loads a group.")
+          "group"_a, "rank"_a, R"(The position under which a rank stores and loads a group.
+
+Args:
+    group: Which one.
+    rank: The rank's own position.
+
+Returns:
+    Its own, or the one that it shares with ranks of equal bytes.)")
       .def(
           "stores",
           [](const KeySchema& schema, const PyStoreIndex& group, const RankPosition& rank,
@@ -142,7 +168,15 @@ Raises:
                 checked(group, schema.projection().num_store_groups(), "StoreIndex"), rank, chunk);
           },
           "group"_a, "rank"_a, "chunk"_a,
-          "Whether this rank is the one of those with equal bytes that stores a chunk.")
+          R"(Whether this rank is the one of those with equal bytes that stores a chunk.
+
+Args:
+    group: Which one.
+    rank: The rank's own position.
+    chunk: Number of the chunk.
+
+Returns:
+    True for one of the ranks.)")
       .def("keys", &keys_of, "group"_a, "hashes"_a, "shard"_a = RankPosition{},
            nb::sig("def keys(self, group: StoreIndex, hashes: typing.Any, shard: RankPosition = "
                    "...) -> list[str]"),
@@ -174,7 +208,18 @@ Raises:
         return rank_position(Rank{rank}, parallel);
       },
       "rank"_a, "projection"_a,
-      "Position of a rank: tensor ranks side by side, then prefill context, then pipeline.");
+      nb::sig("def rank_position(rank: int, projection: Projection) -> RankPosition"),
+      R"(The place of a rank: tensor ranks next to each other, then prefill context, then pipeline.
+
+Args:
+    rank: Below tp x pp x pcp.
+    projection: Of which the parallel sizes are taken.
+
+Returns:
+    Its position; decode context ranks reuse the tensor ranks.
+
+Raises:
+    ArgumentError: There is no such rank.)");
 }
 
 }  // namespace kvprism::bindings

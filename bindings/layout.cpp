@@ -46,17 +46,60 @@ std::string shown(nb::handle object) {
        {path, std::move(value), std::move(expected), {}});
 }
 
+constexpr const char* kCudaArray = "__cuda_array_interface__";
+constexpr const char* kContiguous = "a contiguous array: the whole allocation, as bytes";
+
+// The protocol of arrays on an accelerator that have no DLPack: a dictionary with address, shape,
+// strides in bytes and a type such as "<f2". It does not tell the device.
+void read_cuda_array(nb::handle memory, std::optional<int> device, CacheTensor& tensor) {
+  const nb::object found = memory.attr(kCudaArray);
+  try {
+    const auto facts = nb::cast<nb::dict>(found);
+    const auto [address, readonly] = nb::cast<std::pair<std::uint64_t, bool>>(facts["data"]);
+    const auto shape = nb::cast<std::vector<std::uint64_t>>(facts["shape"]);
+    const auto type = nb::cast<std::string>(facts["typestr"]);
+    if (readonly) refuse("memory", "read-only", "a writable array");
+    const std::uint64_t item = std::stoull(type.substr(2));
+    std::uint64_t bytes = item;
+    for (const std::uint64_t size : shape) bytes *= size;
+    if (facts.contains("strides") && !facts["strides"].is_none()) {
+      const auto strides = nb::cast<std::vector<std::int64_t>>(facts["strides"]);
+      std::uint64_t expected = item;
+      for (std::size_t axis = shape.size(); axis-- > 0;) {
+        if (shape[axis] != 1 && static_cast<std::uint64_t>(strides.at(axis)) != expected)
+          refuse("memory", "strides with gaps", kContiguous);
+        expected *= shape[axis];
+      }
+    }
+    tensor.base = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+    tensor.bytes = bytes;
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) {
+    refuse("memory", shown(found), "a dictionary as version 3 of __cuda_array_interface__ has it");
+  }
+  if (!device) {
+    refuse("device", "None",
+           "the accelerator's ordinal, which __cuda_array_interface__ does not tell");
+  }
+}
+
 // Returns what holds the export.
-nb::object read_array(nb::handle memory, CacheTensor& tensor) {
+nb::object read_array(nb::handle memory, std::optional<int> device, CacheTensor& tensor) {
   nb::ndarray<> array;
   if (!nb::try_cast(memory, array, false)) {
+    if (nb::hasattr(memory, kCudaArray)) {
+      read_cuda_array(memory, device, tensor);
+      return nb::none();  // the array itself is kept, and cannot be resized
+    }
     refuse("memory", shown(memory),
-           "a writable array (buffer or DLPack), or an address with bytes");
+           "a writable array (buffer, DLPack or __cuda_array_interface__), or an address with "
+           "bytes");
   }
   std::int64_t expected = 1;
   for (std::size_t axis = array.ndim(); axis-- > 0;) {
     if (array.shape(axis) != 1 && array.stride(axis) != expected) {
-      refuse("memory", "strides with gaps", "a contiguous array: the whole allocation, as bytes");
+      refuse("memory", "strides with gaps", kContiguous);
     }
     expected *= static_cast<std::int64_t>(array.shape(axis));
   }
@@ -86,7 +129,7 @@ void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> 
     tensor.base = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
     tensor.bytes = *bytes;
   } else {
-    nb::object held = read_array(memory, tensor);
+    nb::object held = read_array(memory, device, tensor);
     memory = nb::make_tuple(memory, held);
     if (bytes) refuse("bytes", std::to_string(*bytes), "None: the array knows its length");
   }
@@ -140,14 +183,16 @@ void bind_layout(nb::module_& module) {
            R"(Describes memory; nothing is read or written.
 
 Args:
-    memory: The whole allocation as a contiguous writable array (NumPy, PyTorch, anything with DLPack), which is kept
-        alive and cannot be resized or closed meanwhile; or its address, which the caller keeps mapped.
+    memory: The whole allocation as a contiguous writable array (NumPy, PyTorch, anything with a buffer, DLPack or
+        ``__cuda_array_interface__``), which is kept alive and cannot be resized or closed meanwhile; or its address,
+        which the caller keeps mapped.
     layers: Names, in the order of their places.
     block_stride: Bytes from one block to the next, at least a page.
     layer_stride: Bytes from one layer to the next.
     offset: Bytes from the start of the allocation to the first layer.
     bytes: Length of the allocation, only with an address.
-    device: Ordinal of the accelerator, -1 for host memory; None takes the array's own.
+    device: Ordinal of the accelerator, -1 for host memory; None takes the array's own, which arrays with nothing but
+        ``__cuda_array_interface__`` do not tell.
     head_stride: Bytes from one head to the next; 0 takes what the layout and the other strides imply.
     kernel_block_size: Stored positions in a block of the attention kernel, when smaller than the block.
 
@@ -221,7 +266,17 @@ Raises:
             return to_pairs(out);
           },
           "group"_a, "block"_a,
-          "Segments of one block in the order of the layout's name, as (address, bytes).")
+          R"(Segments of one block in the order of the layout's name.
+
+Args:
+    group: Any transferable group.
+    block: Its id in the pool, not the null block.
+
+Returns:
+    Pairs of address and bytes.
+
+Raises:
+    ArgumentError: There is no such block.)")
       .def_prop_ro(
           "regions",
           [](const SegmentMap& map) {

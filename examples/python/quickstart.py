@@ -20,13 +20,13 @@ hashes = [hashlib.sha256(b"the first %d tokens" % n).digest() for n in (16, 32, 
 scheduler.advanced(1, 48, hashes)  # request 1 has computed 48 tokens, in blocks 1, 2 and 3
 scheduler.save(1, (0, 48), [[1, 2, 3]])
 worker.submit(scheduler.end_step(), kv.ReadyToken.host())
-scheduler.report(worker.wait(10))
+scheduler.report(worker.wait(10) or b"")
 
 while (tokens := scheduler.lookup(2, 49, hashes)) is None:  # request 2 begins with the same
     scheduler.end_step()
 scheduler.allocated(2, tokens, [[4, 5, 6]])
 worker.submit(scheduler.end_step(), kv.ReadyToken.host())
-scheduler.report(worker.wait(10))
+scheduler.report(worker.wait(10) or b"")
 
 (end,) = scheduler.take_load_ends()
 assert end.complete

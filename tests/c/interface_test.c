@@ -249,6 +249,7 @@ static void null_handles(void) {
   REFUSED(kvprism_scheduler_purge(NULL, 0, NULL));
   REFUSED(kvprism_scheduler_purge_status(NULL, &word, &number, NULL));
   REFUSED(kvprism_scheduler_restrict(NULL, 1, true, true, NULL));
+  REFUSED(kvprism_scheduler_prompt(NULL, 1, 17, NULL));
   REFUSED(kvprism_scheduler_lookup(NULL, 1, 17, &hashes, 0, 0, &flag, &small, NULL));
   REFUSED(kvprism_scheduler_allocated(NULL, 1, 0, &blocks, 1, 0, &number, NULL));
   REFUSED(kvprism_scheduler_advanced(NULL, 1, 0, &hashes, NULL));

@@ -333,6 +333,9 @@ KVPRISM_API kvprism_status kvprism_scheduler_purge_status(const kvprism_schedule
 KVPRISM_API kvprism_status kvprism_scheduler_restrict(kvprism_scheduler* scheduler,
                                                       uint64_t request, bool load, bool save,
                                                       kvprism_error** error);
+/* How long the prompt is, for requests that are not looked up. */
+KVPRISM_API kvprism_status kvprism_scheduler_prompt(kvprism_scheduler* scheduler, uint64_t request,
+                                                    uint32_t prompt_tokens, kvprism_error** error);
 /* `pending`: ask again in the next step. Else `external_tokens` beyond `local_tokens` are there. */
 KVPRISM_API kvprism_status kvprism_scheduler_lookup(kvprism_scheduler* scheduler, uint64_t request,
                                                     uint32_t prompt_tokens,

@@ -188,6 +188,16 @@ kvprism_status kvprism_scheduler_restrict(kvprism_scheduler* scheduler, uint64_t
   });
 }
 
+kvprism_status kvprism_scheduler_prompt(kvprism_scheduler* scheduler, uint64_t request,
+                                        uint32_t prompt_tokens, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_prompt");
+    arguments.need(scheduler, "scheduler");
+    arguments.check();
+    scheduler->call([&](auto& s) { s.prompt(RequestId{request}, prompt_tokens); });
+  });
+}
+
 kvprism_status kvprism_scheduler_lookup(kvprism_scheduler* scheduler, uint64_t request,
                                         uint32_t prompt_tokens, const kvprism_hashes* hashes,
                                         uint32_t local_tokens, int64_t now_ns, bool* pending,

@@ -187,7 +187,7 @@ void CheckedScheduler::save(RequestId request, const TokenRange& range, const Bl
   call.needs_rows(rows);
   const TokenRange wanted = StoreScheduler::wants_save(request, now);
   if (range.empty() || range.from != wanted.from || range.to > wanted.to ||
-      range.to % projection().scheduler_block_size() != 0) {
+      (range.to != wanted.to && range.to % projection().scheduler_block_size() != 0)) {
     call.refuse(fmt::format("range [{}, {})", range.from, range.to),
                 wanted.empty() ? std::string("no save, as wants_save has nothing")
                                : fmt::format("what wants_save says, [{}, {}), or a first part of "
@@ -212,7 +212,7 @@ void CheckedScheduler::boundary(RequestId request, GroupId group, BlockId block,
   if (counters().offers_refused != before) {
     call.refuse(fmt::format("block {} at {}", raw(block), tokens(prefix)),
                 fmt::format("a block of the pool, at a multiple of {} whose hash is known",
-                            tokens(projection().scheduler_block_size())));
+                            tokens(projection().hit_alignment())));
   }
 }
 
