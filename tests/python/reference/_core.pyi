@@ -762,6 +762,11 @@ class HitSearch:
             (first, end) for each group.
         """
 
+    def prompt_end_chunks(self, prompt_tokens: int) -> list[tuple[int, int, int]]:
+        """
+        What is stored for the end of a prompt beside whole steps, as (group, chunk, tokens of the prefix that names it).
+        """
+
     def lookup_masks(self, tokens: int) -> list[bytes]:
         """
         A byte for each chunk of each group: may it serve a hit of up to `tokens`?
@@ -1542,6 +1547,17 @@ class StoreScheduler:
 
         Returns:
             The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.
+        """
+
+    def prompt(self, request: int, prompt_tokens: int) -> None:
+        """
+        Tells how long the prompt is, for requests that are not looked up.
+
+        Where hits may end inside a block, the end of a prompt is saved as well.
+
+        Args:
+            request: The request.
+            prompt_tokens: Tokens of its prompt.
         """
 
     def advanced(self, request: int, accepted_tokens: int, hashes: object = None, first_hash: int = 0) -> None:
