@@ -10,6 +10,7 @@ import zipfile
 REQUIRED = (
     r"kvprism/__init__\.py",
     r"kvprism/py\.typed",
+    r"kvprism/cache_config\.schema\.json",
     r"kvprism/_core\.[^/]*\.so",
     r"kvprism/_core\.pyi",
     r"kvprism/hash\.py",
