@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,16 @@ def test_the_engine_says_what_is_wrong() -> None:
     done = run_engine("127.0.0.1:1")
     assert done.returncode == 2
     assert done.stderr.startswith("engine: Mooncake client: master = 127.0.0.1:1: expected a")
+
+
+def test_the_engine_says_which_libpython_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's library is a Python extension: an engine without Python needs a libpython."""
+    monkeypatch.setenv("KVPRISM_LIBPYTHON", "/nowhere/libpython3.11.so.1.0")
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        done = run_engine(f"127.0.0.1:{master.getsockname()[1]}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "engine: Mooncake library: python_library = /nowhere/libpython3.11.so.1.0: expected a "
+        "libpython for tag 'cp3"
+    ), done.stderr
+    assert "KVPRISM_LIBPYTHON; on Debian install libpython3.x" in done.stderr
