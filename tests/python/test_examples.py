@@ -36,12 +36,12 @@ def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"quickstart.py"}
 
 
-def run_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_engine(*arguments: str, engine: Path = ENGINE) -> subprocess.CompletedProcess[str]:
     # The library is looked for beside the python3 in PATH, as an engine without Python would.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {"MC_FORCE_TCP": "1", "MC_LOG_LEVEL": "ERROR", "PATH": path}
     return subprocess.run(
-        [str(ENGINE), *arguments],
+        [str(engine), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -60,6 +60,14 @@ def test_the_engine_without_python_stores_in_mooncake() -> None:
     assert first.startswith("tokens from the store: 0 ")
     assert first.endswith(" 192 192 192")
     assert last == "0 bytes wrong"
+
+
+@pytest.mark.mooncake
+def test_the_engine_in_c_stores_in_mooncake() -> None:
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        done = run_engine(mooncake.master, engine=ENGINE.parent / "c_life_test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "c engine: loaded what it had saved\n"
 
 
 def test_the_engine_says_what_is_wrong() -> None:
