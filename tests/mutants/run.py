@@ -30,7 +30,10 @@ SOURCE = BUILD / "source"
 # What the simulation is built from.
 COPIED = ("cmake", "cpp", "third_party", "tests/cpp/simulation_main.cpp")
 # Nothing of it takes part.
-EXCLUDED = re.compile(r"^cpp/src/backend/(mooncake|preflight|blocking)|^third_party/.*\.cpp$")
+EXCLUDED = re.compile(
+    r"^cpp/src/backend/(mooncake|preflight|blocking)|^cpp/src/(c_api|checked|hash)/"
+    r"|^third_party/.*\.cpp$"
+)
 HEADER = '#pragma once\nextern "C" int kvprism_mutant;\n'
 FAILED = re.compile(r"^FAILED seed (\d+) event (\d+) \[([^]]*)\] (.*)$", re.MULTILINE)
 
