@@ -153,6 +153,26 @@ Raises:
               "False: the blocks are in quarantine, the request needs others.")
       .def_ro("failed", &LoadEnd::failed, "Blocks that do not hold what they should.");
 
+  nb::class_<StoreChange>(
+      m, "StoreChange",
+      "A chunk that every rank has stored, or that a lookup saw and a load no longer found.")
+      .def_ro("stored", &StoreChange::stored, "False: it is gone.")
+      .def_prop_ro(
+          "request", [](const StoreChange& c) { return raw(c.request); },
+          "The request that stored or missed it.")
+      .def_prop_ro(
+          "group", [](const StoreChange& c) { return box(c.group); },
+          "Index of the group in the configuration.")
+      .def_ro("chunk", &StoreChange::chunk, "Position of its block in the request's table.")
+      .def_ro("tokens", &StoreChange::tokens, "Length of the prefix that ends with it.")
+      .def_prop_ro(
+          "hash", [](const StoreChange& c) { return nb::bytes(c.hash.data(), c.hash.size()); },
+          "Hash of that prefix.")
+      .def_prop_ro(
+          "parent",
+          [](const StoreChange& c) { return nb::bytes(c.parent.data(), c.parent.size()); },
+          "Hash of the prefix up to its first token; empty for the first chunk.");
+
   nb::class_<SubmitResult>(m, "SubmitResult",
                            "Whether a worker took a plan; true in a condition when it did.")
       .def(

@@ -172,7 +172,7 @@ flat bytes. Both are copied before the call returns.)")
              double quarantine_after_seconds, bool detach_quarantined_loads,
              std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
              double avoid_failed_for_seconds, double purge_settle_seconds,
-             std::uint32_t max_held_percent, std::uint32_t hash_width) {
+             std::uint32_t max_held_percent, std::uint32_t hash_width, bool tell_changes) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.loads = loads;
@@ -190,6 +190,7 @@ flat bytes. Both are copied before the call returns.)")
             options.saved_fresh_for =
                 to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
             options.max_held_percent = max_held_percent;
+            options.tell_changes = tell_changes;
             options.avoid_failed_for =
                 to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             options.purge_settle = to_duration(purge_settle_seconds, "purge_settle_seconds");
@@ -201,7 +202,7 @@ flat bytes. Both are copied before the call returns.)")
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
           "avoid_failed_for_seconds"_a = 5.0, "purge_settle_seconds"_a = 12.0,
-          "max_held_percent"_a = 100, "hash_width"_a = 32,
+          "max_held_percent"_a = 100, "hash_width"_a = 32, "tell_changes"_a = false,
           R"(Takes the index side of `store`.
 
 Args:
@@ -223,6 +224,7 @@ Args:
     purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
     max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
+    tell_changes: Keep for `take_changes` what comes and goes.
 
 Raises:
     Error: The configuration cannot be used with a store, or an option is out of range; all problems at once.)")
@@ -489,6 +491,17 @@ Args:
 
 Returns:
     A list; each load appears once.)")
+      .def(
+          "take_changes",
+          [](BoundScheduler& b) {
+            std::vector<StoreChange> changes;
+            Use(b)->take_changes(changes);
+            return changes;
+          },
+          R"(What every rank has stored, and what a load no longer found, since the last call.
+
+Returns:
+    A list, in order; empty unless `tell_changes` was set.)")
       .def(
           "take_acquired",
           [](BoundScheduler& b) {

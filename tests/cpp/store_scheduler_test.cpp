@@ -824,6 +824,63 @@ TEST_F(SchedulerTest, WhatWasSavedLatelyIsNotSavedAgain) {
   EXPECT_EQ(scheduler->wants_save(later, now), (TokenRange{0, 64})) << "it may have been evicted";
 }
 
+TEST_F(SchedulerTest, ChangesOfTheStoreAreToldByGroupWithTheirParents) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  options.ranks = 2;
+  build_hybrid(options);
+  const Hashes hashes(4, 1);
+  const auto hash = [&](std::uint32_t tokens) {
+    const auto bytes = hashes.list()[tokens / 16 - 1];
+    return std::vector<std::uint8_t>(bytes.begin(), bytes.end());
+  };
+  scheduler->advanced(kRequest, 48, hashes.list());
+  const Rows rows({{1, 2, 3}, {7}, {0, 0, 9}});
+  scheduler->save(kRequest, {0, 48}, rows.get(), now);
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{9}, 48);
+  const StepPlan& plan = scheduler->end_step(now);
+  const JobId positional = plan.jobs[0].id;
+  const JobId state = plan.jobs[1].id;
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  std::vector<StoreChange> changes;
+  report(positional, JobOutcome::kOk, true);
+  report(state, JobOutcome::kOk, true);
+  scheduler->take_changes(changes);
+  EXPECT_THAT(changes, IsEmpty()) << "one rank has not stored them yet";
+  report(positional, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}}, Rank{1});
+  report(state, JobOutcome::kOk, true, {}, Rank{1});
+  scheduler->take_changes(changes);
+  EXPECT_THAT(changes,
+              ElementsAre(StoreChange{true, kRequest, GroupId{0}, 0, 16, hash(16), {}},
+                          StoreChange{true, kRequest, GroupId{0}, 2, 48, hash(48), hash(32)},
+                          StoreChange{true, kRequest, GroupId{2}, 2, 48, hash(48), hash(32)}));
+  changes.clear();
+  scheduler->take_changes(changes);
+  EXPECT_THAT(changes, IsEmpty());
+}
+
+TEST_F(SchedulerTest, WhatALoadNoLongerFindsIsToldAsGone) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  build({test::ring_group(8), test::full_group(16)}, options);
+  const Hashes hashes(4, 1);
+  exists(hashes, 64);
+  const Rows rows({{9}, {5, 6, 7, 8}});
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)},
+          {StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kUnavailable)}});
+  std::vector<StoreChange> changes;
+  scheduler->take_changes(changes);
+  ASSERT_EQ(changes.size(), 1u) << "what cannot be reached may still be there";
+  EXPECT_FALSE(changes[0].stored);
+  EXPECT_EQ(changes[0].group, GroupId{1});
+  EXPECT_EQ(changes[0].tokens, 32u);
+}
+
 TEST_F(SchedulerTest, ASaveWithHolesInItsTableProvesNothing) {
   build({test::full_group(16), test::window_group(16, 20)});
   const Hashes hashes(4, 1);

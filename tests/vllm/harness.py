@@ -186,7 +186,7 @@ class LiveEngine:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            if kind is None:
+            if kind is None and self._process.poll() is None:
                 assert self._process.stdin is not None
                 self._process.stdin.write("\n")
                 self._process.stdin.flush()
@@ -216,6 +216,11 @@ class LiveEngine:
                 "settle": settle,
             }
         )
+
+    def kill(self, number: int) -> int:
+        """Sends a signal to the engine's process and returns its exit status."""
+        self._process.send_signal(number)
+        return self._process.wait(120)
 
     @property
     def log(self) -> str:

@@ -302,6 +302,40 @@ def test_every_method_of_the_contract_is_our_own() -> None:
     )
 
 
+def test_what_the_connector_says_of_itself() -> None:
+    """The base class would say that saves must be delivered (W-C18) and that it can sleep (N3)."""
+    from types import SimpleNamespace
+
+    from kvprism.vllm import KVPrismConnector
+    from kvprism.vllm.connector import _refuse_sleep_mode
+
+    assert KVPrismConnector.supports_sleep_mode(None) is False
+    connector = object.__new__(KVPrismConnector)
+    assert connector.requires_kv_delivery is False
+    assert connector.supports_divergent_local_hybrid_hits is False
+    # Versions before 0.33 ask nobody (N5).
+    awake = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
+    _refuse_sleep_mode(awake)
+    awake.model_config.enable_sleep_mode = True
+    with pytest.raises(kvprism.ConfigError, match="enable_sleep_mode = True: expected False"):
+        _refuse_sleep_mode(awake)
+
+
+def test_a_quantisation_is_known_by_its_name(vllm_config: Any) -> None:
+    """Numbers of modes are shared between two of them in 0.33 (N4)."""
+    import copy
+
+    seen = set()
+    for name in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        changed = copy.copy(vllm_config)
+        changed.cache_config = copy.copy(vllm_config.cache_config)
+        object.__setattr__(changed.cache_config, "cache_dtype", name)
+        facts = cache_config.key_facts(changed)
+        assert facts["kv_quantization"] == name
+        seen.add(cache_config.describe(changed, config("full"), (32, 32), "").schema.fingerprint)
+    assert len(seen) == 3
+
+
 def test_metadata_travels_as_bytes() -> None:
     from kvprism.vllm.metadata import ReportMetadata, StepMetadata
 

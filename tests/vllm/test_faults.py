@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import conftest
@@ -119,3 +122,89 @@ def test_a_long_prompt_at_the_default_queue_of_mooncake() -> None:
         assert warm["hits"] == LONG - LONG % 32
         assert warm["counters"]["loads_failed"] == 0
         assert warm["counters"]["save_chunks_failed"] == 0
+
+
+# Saves go out in many small calls, so that some are in flight when the answer is there.
+SMALL_CALLS = {"max_segments_per_call": 1, "max_puts_in_flight": 1}
+MANY = {"seed": 21, "prefix": 0, "suffixes": (1500, 1600, 1700, 1800)}
+
+
+def saving(answer: dict[str, Any]) -> bool:
+    return bool(answer["counters"]["ledger"]["alive"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_engine_is_ended_while_it_saves(number: signal.Signals, tmp_path: Path) -> None:
+    """Half of its objects are there, and the next engine is right with them, byte by byte."""
+    asked = harness.prompts(**MANY)
+    notes = tmp_path / "notes"
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        connector = harness.kvprism_connector(mooncake.master, **SMALL_CALLS)
+        path = conftest.model("llama")
+        with LiveEngine(path, engine=ENGINE, connector=connector, watch=notes) as engine:
+            cold = engine.serve(asked, max_tokens=1)
+            assert saving(cold)
+            assert engine.kill(number) == -number
+        with LiveEngine(path, engine=ENGINE, connector=connector, watch=notes) as engine:
+            warm = engine.serve(asked, max_tokens=1, settle=True)
+            again = engine.serve(asked, max_tokens=1, reset=True)
+        for answer in (warm, again):
+            assert tokens_of(answer) == tokens_of(cold)
+            (rank,) = answer["watch"]
+            assert rank["wrong"] == 0, rank["first"]
+        assert warm["hits"] < sum(len(prompt) // 32 * 32 for prompt in asked)
+        assert again["hits"] == sum((len(prompt) - 1) // 32 * 32 for prompt in asked)
+
+
+def test_the_cache_is_reset_while_it_is_saved(expected: dict[str, Any]) -> None:
+    """The blocks of saves are in use, so vLLM resets when they are not."""
+    slow = {"kv_connector": "SlowSavesConnector", "kv_connector_module_path": "faulty"}
+    with (
+        LocalMooncake(storage_bytes=1 << 30) as mooncake,
+        LiveEngine(
+            conftest.model("llama"),
+            engine=ENGINE,
+            connector=harness.kvprism_connector(mooncake.master) | slow,
+        ) as engine,
+    ):
+        cold = engine.serve(harness.prompts())
+        check(cold, expected)
+        assert saving(cold)
+        warm = engine.serve(harness.prompts(), reset=True)
+        check(warm, expected)
+        assert warm["hits"] == 2432
+        assert warm["counters"]["save_chunks_failed"] == 0
+
+
+def test_two_engines_on_one_host_at_once() -> None:
+    """They share the pool and nothing else: no port, no socket, no file (W-C12)."""
+    prompts = [harness.prompts(seed=seed) for seed in (31, 32)]
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        connector = harness.kvprism_connector(mooncake.master)
+
+        def both(function: Any) -> list[Any]:
+            results: list[Any] = [None, None]
+
+            def one(at: int) -> None:
+                results[at] = function(at)
+
+            threads = [threading.Thread(target=one, args=(at,)) for at in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(600)
+            assert None not in results
+            return results
+
+        def start(at: int) -> LiveEngine:
+            return LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector)
+
+        engines: list[LiveEngine] = both(start)
+        with engines[0], engines[1]:
+            cold = both(lambda at: engines[at].serve(prompts[at], settle=True))
+            warm = both(lambda at: engines[at].serve(prompts[1 - at], settle=True))
+    for at in range(2):
+        assert cold[at]["hits"] == 0
+        assert warm[at]["hits"] == 2432
+        assert tokens_of(warm[at]) == tokens_of(cold[1 - at])
+        assert warm[at]["counters"]["loads_failed"] == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import conftest
 import pytest
+from kvprism import StepPlan
 from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
 from kvprism.vllm.metadata import StepMetadata
@@ -86,6 +87,7 @@ class Engine:
         self.half = SchedulerSide(described, chosen, loads=True, saves=True)
         self.half.bind_pool(self.pool)
         self.tables: dict[str, list[Any]] = {}
+        self.preempted: set[str] | None = None
 
     def request(self, name: str, tokens: list[int], **parameters: Any) -> Any:
         from vllm import SamplingParams
@@ -118,7 +120,7 @@ class Engine:
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
                 kv_connector_block_state=state,
-                preempted_req_ids=None,
+                preempted_req_ids=self.preempted,
             )
         )
 
@@ -340,6 +342,27 @@ def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
             engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=reports))
             if worker.counters()["jobs_alive"] == 0:
                 return all_results
+
+
+def test_a_request_is_preempted_and_allocated_again_in_one_step(engine: Engine) -> None:
+    """As reset_prefix_cache(reset_running_requests=True) makes vLLM do it (W-C5)."""
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    engine.step(a=2 * BLOCK)
+    old = [block.block_id for block in engine.tables["a"]]
+    engine.pool.free_blocks(reversed(engine.tables.pop("a")))
+    request.num_computed_tokens = 0
+    engine.allocate(request, len(TOKENS))
+    new = [block.block_id for block in engine.tables["a"]]
+    engine.preempted = {"a"}
+    plan = engine.step(a=len(TOKENS)).plan
+    moved = StepPlan.decode(plan)
+    jobs = range(1, 10)
+    sources = [block for job in jobs for block in moved.blocks(job)]
+    assert sources
+    assert set(sources) <= set(new[:4])
+    # The blocks of the first save, which is in flight, were not handed out again.
+    assert not set(new) & set(old[:2])
 
 
 # What runners of vLLM 0.30 to 0.33 call in a step, after they have bound its metadata.

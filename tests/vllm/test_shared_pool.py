@@ -32,3 +32,24 @@ def test_the_built_in_connector_and_ours_share_a_pool(tmp_path: Path) -> None:
     assert harness.hits(warm) == harness.hits(other) == 2432
     answers = harness.tokens(theirs)
     assert harness.tokens(warm) == harness.tokens(ours) == harness.tokens(other) == answers
+
+
+def test_one_of_several_children_of_a_multi_connector(tmp_path: Path) -> None:
+    """Both save; the first that has tokens loads, and each has its own namespace."""
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        ours = harness.kvprism_connector(mooncake.master, cache_prefix="child")
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [ours, BUILTIN]},
+        }
+        twice = Engine(both, rounds=[harness.prompts()] * 2, reset=True)
+        environment = builtin_environment(mooncake, tmp_path)
+        arguments = {"engine": ENGINE, "environment": environment}
+        path = conftest.model("llama")
+        (result,) = harness.run_engines(path, [twice], abrupt=True, **arguments)
+        (alone,) = harness.run_engines(path, [Engine(ours)], **arguments)
+    assert harness.hits(result) == 0
+    assert harness.hits(result, 1) == harness.hits(alone) == 2432
+    assert harness.tokens(result) == harness.tokens(result, 1) == harness.tokens(alone)

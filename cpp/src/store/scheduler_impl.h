@@ -71,6 +71,7 @@ struct Save {
   // hand-offs: the state marks. Of the end of a prompt: its own.
   bool prompt_end = false;
   std::vector<std::uint64_t> tags;
+  std::vector<StoreChange> chunks;  // only with tell_changes
 };
 
 // Its own removals end as the desk's others do; `op` tells them apart.
@@ -161,6 +162,7 @@ struct StoreScheduler::Impl {
   std::vector<BlockId> acquired;
   std::vector<BlockId> released;
   std::vector<LoadEnd> load_ends;
+  std::vector<StoreChange> changes;
 
   std::uint32_t refused_saves = 0;    // in a row
   std::uint64_t fruitless_saves = 0;  // before the first object
@@ -265,6 +267,11 @@ struct StoreScheduler::Impl {
     const BlockId block = rows[group][chunk];
     return raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < projection().num_blocks();
   }
+
+  bool name_change(StoreChange& change, std::uint64_t generation, std::uint32_t chunk_tokens);
+  void note_chunks(detail::Save& save);
+  void tell_stored(detail::Save& save, const JobEvent& end);
+  void tell_missing(const detail::Load& load, const JobEvent& end);
 
   void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t probed,
            std::uint32_t max, Instant now);

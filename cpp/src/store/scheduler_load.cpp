@@ -160,6 +160,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     const auto status = static_cast<ItemStatus>(chunk.status);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) ++counters.load_races;
   }
+  if (options.tell_changes) tell_missing(load, end);
 
   counters.loaded_tokens += result.valid_tokens - load.local;
   counters.loaded_objects += end.objects;

@@ -69,7 +69,9 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
   ++counters.saves;
-  return saves.emplace(raw(job), Save{id, generation, range, false, {}}).first->second;
+  Save& save = saves.emplace(raw(job), Save{id, generation, range, false, {}, {}}).first->second;
+  if (options.tell_changes) note_chunks(save);
+  return save;
 }
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
@@ -152,8 +154,9 @@ void StoreScheduler::Impl::warn_of_silence(const JobEvent& end) {
 void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   const auto it = saves.find(raw(end.job));
   if (it == saves.end()) return;
-  const Save save = std::move(it->second);
+  Save save = std::move(it->second);
   saves.erase(it);
+  if (options.tell_changes) tell_stored(save, end);
   counters.saved_objects += end.objects;
   counters.duplicate_objects += end.duplicates;
   counters.saved_bytes += end.bytes;

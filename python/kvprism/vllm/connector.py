@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from .cache_config import describe
 from .contract import check_contract
+from .events import Announcer, wanted
 from .metadata import ReportMetadata, StepMetadata
 from .options import read_options
 from .problems import Problems
@@ -52,6 +53,11 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                 self._options,
                 loads=self._options.enable_lookup and transfer.kv_role in _CONSUMERS,
                 saves=transfer.kv_role in _PRODUCERS or self._options.save_decode_cache,
+                announcer=(
+                    Announcer(kv_cache_config, self._described.projection.hash_block_size)
+                    if wanted(vllm_config)
+                    else None
+                ),
             )
 
     def _describe(self) -> Any:
@@ -256,8 +262,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def take_events(self) -> Iterable[Any]:
-        """None: the store's content is not announced."""
-        return ()
+        """What the store has gained and lost, when vLLM publishes events."""
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_block_frees(self) -> bool:
         """Blocks in flight come back soon, but nobody can say when."""

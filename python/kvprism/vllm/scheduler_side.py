@@ -9,6 +9,7 @@ from typing import Any
 from .._core import GroupId, StoreScheduler
 from ..logs import forward_log
 from .cache_config import Described
+from .events import Announcer
 from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
@@ -44,12 +45,21 @@ class _Tracked:
 class SchedulerSide:
     """Translates; every decision is the StoreScheduler's. One thread, vLLM's scheduler."""
 
-    def __init__(self, described: Described, options: Options, *, loads: bool, saves: bool) -> None:
+    def __init__(
+        self,
+        described: Described,
+        options: Options,
+        *,
+        loads: bool,
+        saves: bool,
+        announcer: Announcer | None = None,
+    ) -> None:
         self._save_decode = bool(options.save_decode_cache)
         self._loads = loads
         self._saves = saves
         self._step_tokens = described.projection.scheduler_block_size
         self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
+        self._announcer = announcer
         self._store = open_store(options, gives_memory=False)
         self._core = StoreScheduler(
             described.schema,
@@ -66,6 +76,7 @@ class SchedulerSide:
             backoff_seconds=options.backoff_seconds,
             saved_fresh_for_seconds=options.saved_fresh_for_seconds,
             max_held_percent=options.max_held_percent,
+            tell_changes=announcer is not None,
             purge_settle_seconds=options.purge_settle_seconds,
         )
         self._pool: Any = None
@@ -197,6 +208,8 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
+        if self._announcer is not None:
+            self._announcer.finish(tracked.number)
         status = getattr(request.status, "name", "")
         self._core.finished(tracked.number, status == "FINISHED_ABORTED")
 
@@ -205,6 +218,8 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is not None and (tracked.request is not request or tracked.has_changed()):
             self._core.finished(tracked.number)
+            if self._announcer is not None:
+                self._announcer.finish(tracked.number)
             tracked = None
         if tracked is not None and request.num_prompt_tokens > (tracked.limit or 1 << 62):
             # A streaming session has got more of its prompt.
@@ -215,6 +230,8 @@ class SchedulerSide:
             limit = None if self._save_decode else request.num_prompt_tokens
             tracked = _Tracked(self._next_number, request, limit, self._step_tokens)
             self._next_number += 1
+            if self._announcer is not None:
+                self._announcer.begin(tracked.number, request)
             tracked.has_changed()
             self._requests[request.request_id] = tracked
             self._restrict(tracked)
@@ -263,6 +280,15 @@ class SchedulerSide:
     def pending_work(self) -> bool:
         """Whether the engine must keep stepping."""
         return bool(self._refused or self._abandoned) or self._core.has_pending_work()
+
+    def take_events(self) -> list[Any]:
+        """What the store has gained and lost since the last call, when somebody listens."""
+        if self._announcer is None:
+            return []
+        events = self._announcer.events(self._core.take_changes())
+        if not self._core.has_pending_work():
+            self._announcer.idle()
+        return events
 
     def counters(self) -> dict[str, int | dict[str, int]]:
         """The StoreScheduler's counters."""

@@ -64,6 +64,8 @@ struct StoreSchedulerOptions {
   // Reports a load that went to quarantine although its blocks are not quiet. Only for engines that
   // then give the request other blocks; the quarantined ones stay referenced.
   bool detach_quarantined_loads = false;
+  // Keeps for take_changes() what comes and goes, which an engine that asks for it must take.
+  bool tell_changes = false;
   // Consecutive saves that the store refused (full, away or late: R50) before saving pauses.
   std::uint32_t backoff_after = 3;
   Duration backoff = seconds(5);  // saves dropped for so long
@@ -115,6 +117,19 @@ struct LoadEnd {
   bool complete = false;     // everything that was promised arrived
   bool blocks_quiet = true;  // false: quarantined, the request needs other blocks
   std::vector<FailedBlock> failed;
+};
+
+// A chunk that every rank has stored, or that a lookup saw and a load no longer found.
+struct StoreChange {
+  bool stored = true;  // false: gone
+  RequestId request{};
+  GroupId group{};
+  std::uint32_t chunk = 0;
+  std::uint32_t tokens = 0;          // of the prefix that ends with it
+  std::vector<std::uint8_t> hash;    // of that prefix
+  std::vector<std::uint8_t> parent;  // of the prefix up to its first token; empty for chunk 0
+
+  bool operator==(const StoreChange&) const = default;
 };
 
 enum class FinishReason : std::uint8_t { kCompleted, kAborted };
@@ -237,6 +252,8 @@ class KVPRISM_API StoreScheduler {
 
   // Appends and forgets.
   void take_load_ends(std::vector<LoadEnd>& out);
+  // Appends and forgets, in order; nothing unless options().tell_changes.
+  void take_changes(std::vector<StoreChange>& out);
   // Blocks to reference once more / once less, in order. Apply acquired ones before any block is
   // freed.
   void take_acquired(std::vector<BlockId>& out);

@@ -1,0 +1,131 @@
+"""What the store gains and loses, as vLLM's KV cache events."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from .._core import StoreChange
+
+_FINISHED_KEPT = 4096  # requests whose saves may still be in flight; older ones lose their tokens
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether the operator has asked vLLM for events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return bool(config is not None and config.enable_kv_cache_events)
+
+
+class Announcer:
+    """Makes events of changes: group ids and hashes are those that vLLM's own events have.
+
+    One thread, vLLM's scheduler.
+    """
+
+    def __init__(self, kv_cache_config: Any, hash_block_size: int) -> None:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+        self._hash_block_size = hash_block_size
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
+        self._windows = [getattr(spec, "sliding_window", None) for spec in specs]
+        self._live: dict[int, Any] = {}
+        self._finished: OrderedDict[int, Any] = OrderedDict()
+
+    def begin(self, number: int, request: Any) -> None:
+        """A request whose chunks may be stored."""
+        self._live[number] = request
+
+    def finish(self, number: int) -> None:
+        """It is over; saves of it may be in flight."""
+        request = self._live.pop(number, None)
+        if request is not None:
+            self._finished[number] = request
+            if len(self._finished) > _FINISHED_KEPT:
+                self._finished.popitem(last=False)
+
+    def idle(self) -> None:
+        """No save is in flight."""
+        self._finished.clear()
+
+    def events(self, changes: Iterable[StoreChange]) -> list[Any]:
+        """Consecutive chunks of one request and group become one event."""
+        runs: list[list[StoreChange]] = []
+        for change in changes:
+            last = runs[-1][-1] if runs else None
+            follows = (
+                last is not None
+                and (last.stored, last.request) == (change.stored, change.request)
+                and int(last.group) == int(change.group)
+                and last.chunk + 1 == change.chunk
+                and last.hash == change.parent
+            )
+            if follows:
+                runs[-1].append(change)
+            else:
+                runs.append([change])
+        return [self._stored(run) if run[0].stored else self._removed(run) for run in runs]
+
+    def _stored(self, run: list[StoreChange]) -> Any:
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+
+        first, group = run[0], int(run[0].group)
+        size = first.tokens // (first.chunk + 1)
+        request = self._request_of(run)
+        adapter = getattr(request, "lora_request", None)
+        tokens = [] if request is None else request.all_token_ids[first.tokens - size : run[-1].tokens]
+        return BlockStored(
+            block_hashes=[_external(change.hash) for change in run],
+            parent_block_hash=_external(first.parent) if first.parent else None,
+            token_ids=list(tokens),
+            block_size=size,
+            lora_id=adapter.adapter_id if adapter else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=adapter.name if adapter else None,
+            extra_keys=None if request is None else _extra_keys(request, run, size),
+            group_idx=group,
+            kv_cache_spec_kind=self._kinds[group],
+            kv_cache_spec_sliding_window=self._windows[group],
+            locality="REMOTE",
+            session_id=getattr(request, "session_id", None),
+        )
+
+    @staticmethod
+    def _removed(run: list[StoreChange]) -> Any:
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
+
+        return BlockRemoved(
+            block_hashes=[_external(change.hash) for change in run],
+            medium=MEDIUM_STORAGE,
+            group_idx=int(run[0].group),
+            locality="REMOTE",
+        )
+
+    def _request_of(self, run: list[StoreChange]) -> Any:
+        """The request, unless its tokens are no longer those that were stored."""
+        number = run[0].request
+        request = self._live.get(number, self._finished.get(number))
+        at = run[-1].tokens // self._hash_block_size - 1
+        hashes = () if request is None else request.block_hashes
+        return request if at < len(hashes) and hashes[at] == run[-1].hash else None
+
+
+def _external(block_hash: bytes) -> Any:
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+def _extra_keys(request: Any, run: list[StoreChange], size: int) -> Any:
+    """What vLLM's own events say beside the tokens: adapters, media, salts."""
+    from vllm.v1.core import kv_cache_utils
+
+    found = [
+        kv_cache_utils.generate_block_hash_extra_keys(
+            request, change.tokens - size, change.tokens, 0
+        )[0]
+        for change in run
+    ]
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)  # since 0.31
+    return found if untagged is None else untagged(found)

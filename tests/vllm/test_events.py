@@ -1,0 +1,85 @@
+"""What a listener to vLLM's KV cache events hears of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import conftest
+import harness
+from harness import LiveEngine
+from kvprism.local_mooncake import LocalMooncake, free_port
+
+Block = tuple[int, Any]  # group and hash
+
+
+def batches(socket: Any) -> list[Any]:
+    """Events that have come so far; the engine has said that it is done."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    events: list[Any] = []
+    while socket.poll(2000):
+        *_, content = socket.recv_multipart()
+        events += msgspec.msgpack.decode(content, type=KVEventBatch).events
+    return events
+
+
+def chunks(events: list[Any], medium: str) -> dict[Block, tuple[Any, list[int]]]:
+    """Parent and tokens of every block that was announced as stored."""
+    from vllm.distributed.kv_events import BlockStored
+
+    found: dict[Block, tuple[Any, list[int]]] = {}
+    for event in events:
+        if not isinstance(event, BlockStored) or event.medium != medium:
+            continue
+        parent = event.parent_block_hash
+        for at, name in enumerate(event.block_hashes):
+            begin = at * event.block_size
+            tokens = event.token_ids[begin : begin + event.block_size]
+            found[event.group_idx, name] = (parent, tokens)
+            parent = name
+    return found
+
+
+def test_what_is_stored_is_announced_as_the_engine_announces_its_own() -> None:
+    """A model whose first groups are no storable ones would show numbers of a projection."""
+    import zmq
+
+    port = free_port()
+    listening = {
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{port}",
+        }
+    }
+    engine = {"dtype": "bfloat16", "mamba_cache_mode": "align"} | listening
+    with (
+        LocalMooncake(storage_bytes=1 << 30) as mooncake,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as socket,
+    ):
+        socket.subscribe(b"")
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        with LiveEngine(
+            conftest.model("ring_qwen3next"),
+            engine=engine,
+            connector=harness.kvprism_connector(mooncake.master),
+        ) as running:
+            # The first events may be published before the subscription has arrived.
+            running.serve(harness.prompts(seed=8), settle=True)
+            batches(socket)
+            answer = running.serve(harness.prompts(), settle=True)
+            running.serve(harness.prompts(seed=9), max_tokens=1)
+            events = batches(socket)
+    local, stored = chunks(events, "GPU"), chunks(events, "STORAGE")
+    ours = answer["counters"]["saved_objects"]
+    assert 0 < len(stored) <= ours
+    groups = {group for group, _ in stored}
+    assert len(groups) == 2, "attention and states; the ring is in no store"
+    missing = {block: said for block, said in stored.items() if local.get(block) != said}
+    assert missing == {}
+    for event in events:
+        if getattr(event, "medium", None) == "STORAGE":
+            assert (event.locality, event.lora_name) == ("REMOTE", None)
+            assert event.kv_cache_spec_kind in ("full_attention", "mamba")
