@@ -64,9 +64,10 @@ release-check: setup ## Sdist, wheel, versions, consumers, links: what a release
 bench: build ## The core beside its floors, ratios in build/bench/results.json; BENCH_ARGS go to the program
 	@bash scripts/bench.sh $(BENCH_ARGS)
 
-bench-vllm: build ## The connectors on vLLM's own scheduler, in one run
-	@bash scripts/vllm_env.sh
-	@.venv-vllm/bin/python benchmarks/vllm/scheduler_bench.py $(BENCH_ARGS)
+bench-vllm: build ## The connectors: vLLM's own scheduler, lookups, the first token of a long prompt
+	@bash scripts/vllm_run.sh benchmarks/vllm/scheduler_bench.py $(BENCH_ARGS)
+	@bash scripts/vllm_run.sh benchmarks/vllm/lookup_bench.py $(LOOKUP_ARGS)
+	@bash scripts/vllm_run.sh benchmarks/vllm/first_token.py $(FIRST_TOKEN_ARGS)
 
 fuzz: ## Fuzz for FUZZ_SECONDS (60)
 	@bash scripts/fuzz.sh $(FUZZ_SECONDS)

@@ -171,7 +171,8 @@ Raises:
       .def_prop_ro(
           "parent",
           [](const StoreChange& c) { return nb::bytes(c.parent.data(), c.parent.size()); },
-          "Hash of the prefix up to its first token; empty for the first chunk.");
+          "Hash of the prefix shorter by a chunk, or by a hash unit where `tokens` ends inside a "
+          "chunk; empty when there is none.");
 
   nb::class_<SubmitResult>(m, "SubmitResult",
                            "Whether a worker took a plan; true in a condition when it did.")

@@ -104,6 +104,28 @@ def test_row(number: str) -> None:
     assert shown.startswith("Not yet covered: ") == (state == "open")
 
 
+WEAK = {
+    cells[0]: cells[1:]
+    for line in PAGE.splitlines()
+    if re.match(r"\| (W-C|N)\d+ \|", line)
+    for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+}
+
+
+def test_every_weak_spot_of_a_store_has_a_row() -> None:
+    ours = [f"W-C{n}" for n in [*range(1, 15), *range(16, 20), 25, 26]] + ["N1", "N3", "N4", "N5"]
+    assert list(WEAK) == ours
+
+
+@pytest.mark.parametrize("number", WEAK)
+def test_weak_spot(number: str) -> None:
+    failure, answer, shown = WEAK[number]
+    assert failure.endswith(".")
+    assert answer.endswith(".")
+    assert named(shown)
+    assert [name for name in named(shown) if not exists(name)] == []
+
+
 def test_the_list_at_the_end_is_that_of_the_rows() -> None:
     table = PAGE.split("## Open\n", 1)[1]
     for state in ("open", "partly"):

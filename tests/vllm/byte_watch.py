@@ -3,9 +3,9 @@
 After each forward pass it notes a digest of every block that the pass has completed, for each
 layer, under the tokens up to its end. Before a pass it looks at the valid blocks of requests that
 begin with computed tokens, and now and then at those that run: the bytes must be some that a model
-has left under those tokens, here or in an engine whose notes were read. Blocks are filled with a pattern when they are handed
-out anew, so whatever is read or stored unwritten shows. It knows nothing of kvprism but which
-blocks a plan loads into.
+has left under those tokens, here or in an engine whose notes were read. Blocks are filled with a
+pattern when they are handed out anew, so whatever is read or stored unwritten shows. It knows
+nothing of kvprism but which blocks a plan loads into.
 """
 
 from __future__ import annotations

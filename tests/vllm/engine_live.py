@@ -1,10 +1,10 @@
 """An engine that waits for orders: JSON lines on stdin, answers as JSON lines on fd 3.
 
 The first line has ``model``, ``engine`` and ``connector``, and may have ``watch``: a file for the
-notes of byte_watch.py, whose counts are then part of each answer. Each further line has ``prompts``,
-``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and ``abort_after``: abort
-all of them after so many steps, unless it is null; and ``settle``: wait for the connector's work.
-An empty line ends it.
+notes of byte_watch.py, whose counts are then part of each answer. Each further line has
+``prompts``, ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and
+``abort_after``: abort all of them after so many steps, unless it is null; and ``settle``: wait for
+the connector's work. An empty line ends it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from harness import LiveEngine
 from kvprism.local_mooncake import LocalMooncake, free_port
 
 Block = tuple[int, Any]  # group and hash
+UNKNOWN = "unknown"
 
 
 def batches(socket: Any) -> list[Any]:
@@ -25,7 +26,11 @@ def batches(socket: Any) -> list[Any]:
 
 
 def chunks(events: list[Any], medium: str) -> dict[Block, tuple[Any, list[int]]]:
-    """Parent and tokens of every block that was announced as stored."""
+    """Parent and tokens of every block that was announced as stored.
+
+    Where vLLM leaves null blocks out of an event, its tokens and parent are not those of the hashes
+    that are left; nothing is known of such blocks but their hash.
+    """
     from vllm.distributed.kv_events import BlockStored
 
     found: dict[Block, tuple[Any, list[int]]] = {}
@@ -33,6 +38,10 @@ def chunks(events: list[Any], medium: str) -> dict[Block, tuple[Any, list[int]]]
         if not isinstance(event, BlockStored) or event.medium != medium:
             continue
         parent = event.parent_block_hash
+        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            assert medium == "GPU"
+            found |= {(event.group_idx, name): (UNKNOWN, []) for name in event.block_hashes}
+            continue
         for at, name in enumerate(event.block_hashes):
             begin = at * event.block_size
             tokens = event.token_ids[begin : begin + event.block_size]
@@ -42,7 +51,6 @@ def chunks(events: list[Any], medium: str) -> dict[Block, tuple[Any, list[int]]]
 
 
 def test_what_is_stored_is_announced_as_the_engine_announces_its_own() -> None:
-    """A model whose first groups are no storable ones would show numbers of a projection."""
     import zmq
 
     port = free_port()
@@ -60,7 +68,7 @@ def test_what_is_stored_is_announced_as_the_engine_announces_its_own() -> None:
         context.socket(zmq.SUB) as socket,
     ):
         socket.subscribe(b"")
-        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.bind(f"tcp://127.0.0.1:{port}")
         with LiveEngine(
             conftest.model("ring_qwen3next"),
             engine=engine,
@@ -76,9 +84,12 @@ def test_what_is_stored_is_announced_as_the_engine_announces_its_own() -> None:
     ours = answer["counters"]["saved_objects"]
     assert 0 < len(stored) <= ours
     groups = {group for group, _ in stored}
-    assert len(groups) == 2, "attention and states; the ring is in no store"
-    missing = {block: said for block, said in stored.items() if local.get(block) != said}
-    assert missing == {}
+    assert groups == {group for group, _ in local}
+    assert len(groups) == 4, "attention and states; the ring is in no store"
+    assert set(stored) <= set(local)
+    compared = {block for block in stored if local[block][0] != UNKNOWN}
+    assert len(compared) > 8
+    assert {block: stored[block] for block in compared} == {b: local[b] for b in compared}
     for event in events:
         if getattr(event, "medium", None) == "STORAGE":
             assert (event.locality, event.lora_name) == ("REMOTE", None)

@@ -11,25 +11,29 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import conftest
 import harness
+import pytest
 from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port
 
 BOUND = 600.0  # seconds for a server to come up
 
 
 @contextmanager
-def server(model: Path, connector: dict[str, Any]) -> Iterator[str]:
+def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
-    command += ["--block-size", "32", "--max-model-len", "4096", "--max-num-seqs", "4"]
-    command += ["--enable-prefix-caching", "--kv-transfer-config", json.dumps(connector)]
+    command += ["--block-size", "32", "--max-model-len", "4096", "--enable-prefix-caching"]
+    command += more
+    if connector is not None:
+        command += ["--kv-transfer-config", json.dumps(connector)]
     environment = {**os.environ, **harness.ENVIRONMENT}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with tempfile.TemporaryFile("w+") as log:
@@ -98,16 +102,92 @@ def test_a_restarted_server_continues_from_the_store() -> None:
         # The name alone: vLLM knows it from our entry point.
         del connector["kv_connector_module_path"]
         asked = harness.prompts()
-        with server(path, connector) as address:
+        with server(path, connector, "--max-num-seqs", "4") as address:
             cold = [complete(address, prompt) for prompt in asked]
             end = time.monotonic() + 60
             while metrics(address).get("vllm:kvprism_saved_objects_total", 0) < 49:
                 assert time.monotonic() < end, metrics(address)
                 time.sleep(0.1)
-        with server(path, connector) as address:
+        with server(path, connector, "--max-num-seqs", "4") as address:
             warm = [complete(address, prompt) for prompt in asked]
             counted = metrics(address)
     assert warm == cold
     # Later prompts find their common beginning in the engine's own cache.
     assert counted["vllm:kvprism_loaded_tokens_total"] == 2432 - 3 * 288
     assert counted["vllm:kvprism_loads_failed_total"] == 0
+
+
+CHATS, ABORTED = 200, 40
+# The tiny vocabulary is words w0 to w511.
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def chats() -> list[list[dict[str, str]]]:
+    """Ten long beginnings, each continued in twenty ways."""
+    begins = [harness.prompts(seed=100 + n, prefix=0, suffixes=(320,))[0] for n in range(10)]
+    ends = harness.prompts(seed=99, prefix=0, suffixes=(24,) * CHATS)
+
+    def words(tokens: list[int]) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+    return [
+        [
+            {"role": "system", "content": words(begins[n % 10])},
+            {"role": "user", "content": words(ends[n])},
+        ]
+        for n in range(CHATS)
+    ]
+
+
+def chat(address: str, messages: list[dict[str, str]], *, give_up: bool = False) -> str:
+    body = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": give_up}
+    request = urllib.request.Request(
+        f"{address}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        if give_up:  # closes the connection, which aborts the request
+            return ""
+        return str(json.load(answer)["choices"][0]["message"]["content"])
+
+
+def all_at_once(address: str) -> list[str]:
+    """The answers to all chats, while others are aborted."""
+    asked = chats()
+    with ThreadPoolExecutor(CHATS + ABORTED) as pool:
+        aborted = [
+            pool.submit(chat, address, messages[::-1], give_up=True) for messages in asked[:ABORTED]
+        ]
+        answers = [pool.submit(chat, address, messages) for messages in asked]
+        for one in aborted:
+            one.result()
+        return [one.result() for one in answers]
+
+
+@pytest.mark.soak
+def test_two_hundred_chats_at_once(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    options = ("--chat-template", str(template), "--max-num-seqs", "32")
+    path = conftest.model("llama")
+    with server(path, None, *options) as address:
+        expected = all_at_once(address)
+    assert len(set(expected)) > CHATS // 2
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        connector = harness.kvprism_connector(mooncake.master)
+        found = []
+        for _ in range(2):
+            with server(path, connector, *options) as address:
+                before = metrics(address)
+                assert all_at_once(address) == expected
+                after = metrics(address)
+                found.append({name: after[name] - before.get(name, 0) for name in after})
+    cold, warm = found
+    assert cold["vllm:kvprism_saved_objects_total"] > 0
+    assert warm["vllm:kvprism_loaded_tokens_total"] >= 10 * 320
+    for run in found:
+        assert run["vllm:kvprism_loads_failed_total"] == 0
+        assert run["vllm:kvprism_save_chunks_failed_total"] == 0
+        assert run["vllm:kvprism_quarantined_total"] == 0

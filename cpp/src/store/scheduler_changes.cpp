@@ -15,7 +15,8 @@ bool StoreScheduler::Impl::name_change(StoreChange& change, std::uint64_t genera
   const HashList hashes = hashes_of(*request);
   const auto hash = hashes[change.tokens / hash_tokens - 1];
   change.hash.assign(hash.begin(), hash.end());
-  const std::uint32_t before = (change.tokens - 1) / chunk_tokens * chunk_tokens;
+  const std::uint32_t length = change.tokens % chunk_tokens == 0 ? chunk_tokens : hash_tokens;
+  const std::uint32_t before = change.tokens - length;
   if (before > 0) {
     const auto parent = hashes[before / hash_tokens - 1];
     change.parent.assign(parent.begin(), parent.end());
@@ -48,11 +49,17 @@ void StoreScheduler::Impl::tell_stored(detail::Save& save, const JobEvent& end) 
   }
 }
 
-// A lookup saw them, so they have gone since.
+// A lookup saw them, so they have gone since. Of a chunk that is not full it is not known under
+// which of its prefixes the object was.
 void StoreScheduler::Impl::tell_missing(const detail::Load& load, const JobEvent& end) {
   for (const FailedChunk& chunk : end.failed) {
     if (static_cast<ItemStatus>(chunk.status) != ItemStatus::kMissing) continue;
     const std::uint32_t chunk_tokens = groups[raw(chunk.group)].chunk_tokens;
+    const bool full = std::none_of(load.runs.begin(), load.runs.end(), [&](const RunRecord& run) {
+      return run.group == chunk.group && run.first_chunk + run.count - 1 == chunk.chunk &&
+             run.valid_tokens_last < chunk_tokens;
+    });
+    if (!full) continue;
     StoreChange change{false,
                        load.request,
                        projection().group_id(chunk.group),

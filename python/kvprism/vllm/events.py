@@ -28,6 +28,7 @@ class Announcer:
 
         self._hash_block_size = hash_block_size
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._sizes = [spec.block_size for spec in specs]
         self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self._live: dict[int, Any] = {}
@@ -60,6 +61,7 @@ class Announcer:
                 and int(last.group) == int(change.group)
                 and last.chunk + 1 == change.chunk
                 and last.hash == change.parent
+                and self._length(last) == self._length(change)
             )
             if follows:
                 runs[-1].append(change)
@@ -71,10 +73,12 @@ class Announcer:
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 
         first, group = run[0], int(run[0].group)
-        size = first.tokens // (first.chunk + 1)
+        size = self._length(first)
         request = self._request_of(run)
         adapter = getattr(request, "lora_request", None)
-        tokens = [] if request is None else request.all_token_ids[first.tokens - size : run[-1].tokens]
+        tokens = (
+            [] if request is None else request.all_token_ids[first.tokens - size : run[-1].tokens]
+        )
         return BlockStored(
             block_hashes=[_external(change.hash) for change in run],
             parent_block_hash=_external(first.parent) if first.parent else None,
@@ -101,6 +105,11 @@ class Announcer:
             group_idx=int(run[0].group),
             locality="REMOTE",
         )
+
+    def _length(self, change: StoreChange) -> int:
+        """Tokens of a block, or of the hash unit that ends a prefix inside one."""
+        size: int = self._sizes[int(change.group)]
+        return size if change.tokens % size == 0 else self._hash_block_size
 
     def _request_of(self, run: list[StoreChange]) -> Any:
         """The request, unless its tokens are no longer those that were stored."""

@@ -125,9 +125,11 @@ struct StoreChange {
   RequestId request{};
   GroupId group{};
   std::uint32_t chunk = 0;
-  std::uint32_t tokens = 0;          // of the prefix that ends with it
-  std::vector<std::uint8_t> hash;    // of that prefix
-  std::vector<std::uint8_t> parent;  // of the prefix up to its first token; empty for chunk 0
+  std::uint32_t tokens = 0;        // of the prefix that ends with it
+  std::vector<std::uint8_t> hash;  // of that prefix
+  // Of the prefix before it, which is shorter by a chunk, or by a hash unit where `tokens` ends
+  // inside a chunk; empty when there is none.
+  std::vector<std::uint8_t> parent;
 
   bool operator==(const StoreChange&) const = default;
 };
