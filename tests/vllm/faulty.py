@@ -34,15 +34,3 @@ class TellsOfLoadsConnector(KVPrismConnector):
         super().bind_connector_metadata(connector_metadata)
         if connector_metadata.loads:
             Path(os.environ["TELL_LOADS"]).touch()
-
-
-class SlowSavesConnector(KVPrismConnector):
-    """Every operation of the workers' stores takes a while."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        def slow(*arguments: Any, **options: Any) -> Any:
-            store = _open_store(*arguments, **options)
-            return kvprism.inject_faults(store, delay_seconds=0.5, delay=1.0)
-
-        worker_side.open_store = slow  # type: ignore[assignment]
-        super().register_kv_caches(kv_caches)

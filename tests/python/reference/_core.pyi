@@ -1421,6 +1421,41 @@ class LoadEnd:
     def failed(self) -> list[FailedBlock]:
         """Blocks that do not hold what they should."""
 
+class StoreChange:
+    """
+    A chunk that every rank has stored, or that a lookup saw and a load no longer found.
+    """
+
+    @property
+    def stored(self) -> bool:
+        """False: it is gone."""
+
+    @property
+    def request(self) -> int:
+        """The request that stored or missed it."""
+
+    @property
+    def group(self) -> GroupId:
+        """Index of the group in the configuration."""
+
+    @property
+    def chunk(self) -> int:
+        """Position of its block in the request's table."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prefix that ends with it."""
+
+    @property
+    def hash(self) -> bytes:
+        """Hash of that prefix."""
+
+    @property
+    def parent(self) -> bytes:
+        """
+        Hash of the prefix shorter by a chunk, or by a hash unit where `tokens` ends inside a chunk; empty when there is none.
+        """
+
 class SubmitResult:
     """Whether a worker took a plan; true in a condition when it did."""
 
@@ -1447,7 +1482,7 @@ class StoreScheduler:
     flat bytes. Both are copied before the call returns.
     """
 
-    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, hash_width: int = 32) -> None:
+    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, hash_width: int = 32, tell_changes: bool = False) -> None:
         """
         Takes the index side of `store`.
 
@@ -1470,6 +1505,7 @@ class StoreScheduler:
             purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
             max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
             hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
+            tell_changes: Keep for `take_changes` what comes and goes.
 
         Raises:
             Error: The configuration cannot be used with a store, or an option is out of range; all problems at once.
@@ -1653,6 +1689,14 @@ class StoreScheduler:
 
         Returns:
             A list; each load appears once.
+        """
+
+    def take_changes(self) -> list[StoreChange]:
+        """
+        What every rank has stored, and what a load no longer found, since the last call.
+
+        Returns:
+            A list, in order; empty unless `tell_changes` was set.
         """
 
     def take_acquired(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
