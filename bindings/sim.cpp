@@ -145,7 +145,11 @@ Returns:
             if (layer >= m.memory.num_layers(id)) throw nb::index_error("layer");
             if (block < 0 || static_cast<std::uint32_t>(block) >= m.projection->num_blocks())
               throw nb::index_error("block");
-            return nb::bytes(m.memory.page(id, layer, BlockId{block}), m.memory.page_bytes(id));
+            const sim::PageShape& shape = m.memory.page_shape(id, layer);
+            std::vector<std::byte> page(shape.bytes());
+            sim::copy_page(shape, m.memory.page(id, layer, BlockId{block}),
+                           sim::dense_view(shape, page.data()));
+            return nb::bytes(page.data(), page.size());
           },
           "group"_a, "layer"_a, "block"_a, R"(A copy of one layer's page.
 

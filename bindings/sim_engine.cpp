@@ -134,13 +134,13 @@ void RingDetector::add(std::span<const std::uint32_t> tokens) {
   std::vector<std::byte> page;
   for (const sim::GroupModel& ring : rings_) {
     // One slot is enough: only the beginning of each head's run is kept.
-    sim::PageShape shape = ring.shape;
+    sim::PageShape shape = ring.shapes[0];
     shape.positions = 1;
     page.resize(shape.bytes());
     sim::Prefix prefix = sim::kEmptyPrefix;
     for (std::uint32_t at = 0; at < tokens.size(); ++at) {
       prefix = sim::extend(prefix, at, tokens[at]);
-      for (std::uint32_t layer = 0; layer < ring.layers; ++layer) {
+      for (std::uint32_t layer = 0; layer < ring.layers(); ++layer) {
         sim::write_position(shape, layer, 0, prefix, page.data());
         for (std::uint32_t head = 0; head < shape.heads; ++head) {
           std::uint64_t word = 0;

@@ -125,7 +125,7 @@ TEST(SimMemory, ShadowNoticesEveryByte) {
     memory.whole()[at] ^= std::byte{1};
   }
   memory.whole()[0] ^= std::byte{1};
-  EXPECT_EQ(memory.first_difference(), "byte 0: guard around the tensor is 9c, should be 9d");
+  EXPECT_EQ(memory.first_difference(), "byte 0: guard is 9c, should be 9d");
 }
 
 class SimMemoryTest : public testing::TestWithParam<const char*> {
@@ -137,22 +137,22 @@ class SimMemoryTest : public testing::TestWithParam<const char*> {
   }
   std::shared_ptr<const Projection> projection;
 };
-INSTANTIATE_TEST_SUITE_P(Layouts, SimMemoryTest, testing::Values("LBHNC", "BLHNC"));
+INSTANTIATE_TEST_SUITE_P(Layouts, SimMemoryTest, testing::Values("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"));
 
 TEST_P(SimMemoryTest, OpenPagesMayChangeAndNothingElse) {
   SimMemory memory(*projection, {.guard_bytes = 8, .shadow = true});
   const GroupId full{1};
   const BlockId block{7};
   memory.open(full, block);
-  memory.page(full, 1, block)[3] = std::byte{1};
+  memory.page(full, 1, block).base[3] = std::byte{1};
   EXPECT_EQ(memory.first_difference(), "");
-  memory.page(full, 1, block)[memory.page_bytes(full)] = std::byte{1};
+  memory.page(full, 1, block).base[memory.page_bytes(full)] = std::byte{1};
   EXPECT_NE(memory.first_difference(), "") << "behind the page";
-  memory.page(full, 1, block)[memory.page_bytes(full)] =
-      memory.shadow_page(full, 1, block)[memory.page_bytes(full)];
+  memory.page(full, 1, block).base[memory.page_bytes(full)] =
+      memory.shadow_page(full, 1, block).base[memory.page_bytes(full)];
   memory.close(full, block);
   EXPECT_EQ(memory.first_difference(), "") << "the shadow takes over what arrived";
-  memory.page(full, 1, block)[3] = std::byte{2};
+  memory.page(full, 1, block).base[3] = std::byte{2};
   EXPECT_NE(memory.first_difference().find("layer 1"), std::string::npos);
   EXPECT_NE(memory.first_difference().find("block 7"), std::string::npos);
   EXPECT_NE(memory.first_difference().find("byte 3 is 02, should be 01"), std::string::npos);
@@ -223,17 +223,30 @@ TEST(GroupModel, WhatTheWorldCannotModelIsRefused) {
     }
     return ErrorCode::kClosed;
   };
-  CacheConfig compressed = small_config();
-  std::get<AttentionPayload>(compressed.groups[0].spec.payload).compression = 2;
-  EXPECT_EQ(code_of(compressed), ErrorCode::kUnsupported);
-  CacheConfig wrapped = small_config();
-  GroupConfig& group = wrapped.groups[0];
-  LayerSpec second{group.spec, {"second"}};
-  group.members = {{group.spec, group.layers}, second};
-  group.spec = CacheSpec{};
-  group.spec.kind = kUniformKind;
-  group.layers.clear();
-  EXPECT_EQ(code_of(wrapped), ErrorCode::kUnsupported);
+  CacheConfig encoder = small_config();
+  encoder.groups[0].spec.kind = "encoder_only_attention";
+  EXPECT_EQ(code_of(encoder), ErrorCode::kUnsupported);
+  CacheConfig packed = small_config();
+  std::get<AttentionPayload>(packed.groups[1].spec.payload).state_content_bytes = 1;
+  EXPECT_EQ(code_of(packed), ErrorCode::kUnsupported) << "pages shorter than their content";
+}
+
+TEST(PageShape, PositionsStandForTokens) {
+  PageShape shape{PageKind::kPositions, 1, 0, 1, 4, 8};
+  EXPECT_EQ(shape.tokens(), 4U);
+  EXPECT_EQ(shape.last_token(3), 3U);
+  shape.compression = 4;
+  EXPECT_EQ(shape.tokens(), 16U);
+  EXPECT_EQ(shape.last_token(0), 3U);
+  shape.compression = 1;
+  shape.states_per_token = 2;
+  EXPECT_EQ(shape.tokens(), 2U);
+  EXPECT_EQ(shape.last_token(3), 1U);
+  shape.states_per_token = 1;
+  shape.context_ranks = 2;
+  shape.context_rank = 1;
+  EXPECT_EQ(shape.tokens(), 8U);
+  EXPECT_EQ(shape.last_token(1), 3U) << "ranks take positions in turns";
 }
 
 // An engine with its own store client over a pool.

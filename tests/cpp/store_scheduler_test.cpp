@@ -1191,6 +1191,35 @@ TEST_F(SchedulerTest, TheEnginesRetentionThinsWindowsOut) {
       << "a prompt of 129 tokens is replayed from 128";
 }
 
+TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.prefix_cache_retention_interval = 0;
+  config.groups = {test::full_group(16), test::window_group(16, 17)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  const Hashes hashes(10, 1);
+  const test::Rows rows({{1, 2, 3, 4}, {11, 12, 13, 14}});
+  const auto run = [&](RequestId request, std::uint32_t prompt) {
+    scheduler->prompt(request, prompt);
+    scheduler->advanced(request, prompt, hashes.list());
+    scheduler->save(request, {0, 64}, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    const std::vector<Move> all = plan.jobs.empty() ? std::vector<Move>{} : moves(plan, 0);
+    for (const JobRecord& job : plan.jobs) report(job.id, JobOutcome::kOk, true);
+    return all;
+  };
+  EXPECT_THAT(run(RequestId{1}, 66), ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32},
+                                                 Move{0, 2, 3, 48}, Move{0, 3, 4, 64},
+                                                 Move{1, 3, 14, 64}));
+  EXPECT_THAT(run(RequestId{2}, 67), ElementsAre(Move{0, 3, 4, 64}, Move{1, 3, 14, 64}))
+      << "its own window's end; the steps before it are known";
+  EXPECT_THAT(run(RequestId{3}, 50), ElementsAre(Move{0, 2, 3, 48}, Move{1, 2, 13, 48}));
+}
+
 TEST_F(SchedulerTest, OfADraftTheObjectBehindTheHitIsAskedForToo) {
   GroupConfig group = test::full_group(16);
   group.is_eagle_group = true;

@@ -22,33 +22,54 @@ void write_run(std::uint64_t seed, std::byte* out, std::size_t bytes) noexcept {
 }
 
 std::uint64_t seed_of(const PageShape& shape, std::uint32_t layer, std::uint32_t head,
-                      Prefix prefix) noexcept {
+                      std::uint32_t state, Prefix prefix) noexcept {
   const std::uint64_t place = (static_cast<std::uint64_t>(shape.group) << 40) |
                               (static_cast<std::uint64_t>(layer) << 20) |
                               (shape.first_head + head + 1);
-  return scramble(static_cast<std::uint64_t>(prefix) ^ (place * 0xff51afd7ed558ccdull));
+  return scramble(static_cast<std::uint64_t>(prefix) ^ (place * 0xff51afd7ed558ccdull) ^
+                  (std::uint64_t{state} << 32));
 }
 
 }  // namespace
 
+PageView dense_view(const PageShape& shape, std::byte* page) noexcept {
+  const std::uint64_t head = std::uint64_t{shape.positions} * shape.content;
+  return {page, head, shape.content, shape.positions, head * shape.heads};
+}
+
+void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
+                    const PageView& page) noexcept {
+  const std::uint32_t state =
+      (slot * shape.context_ranks + shape.context_rank) % shape.states_per_token;
+  for (std::uint32_t head = 0; head < shape.heads; ++head) {
+    write_run(seed_of(shape, layer, head, state, prefix), page.at(head, slot), shape.content);
+  }
+}
+
 void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
                     std::byte* page) noexcept {
-  for (std::uint32_t head = 0; head < shape.heads; ++head) {
-    std::byte* const out =
-        page + (static_cast<std::size_t>(head) * shape.positions + slot) * shape.content;
-    write_run(seed_of(shape, layer, head, prefix), out, shape.content);
-  }
+  write_position(shape, layer, slot, prefix, dense_view(shape, page));
 }
 
 void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix,
                  std::byte* page) noexcept {
-  write_run(seed_of(shape, layer, 0, prefix), page, shape.content);
+  write_run(seed_of(shape, layer, 0, 0, prefix), page, shape.content);
 }
 
-void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
-                     std::span<const Prefix> prefixes, std::byte* page) noexcept {
-  for (std::size_t i = 0; i < prefixes.size(); ++i) {
-    write_position(shape, layer, from + static_cast<std::uint32_t>(i), prefixes[i], page);
+void write_tokens(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
+                  std::span<const Prefix> prefixes, const PageView& page) noexcept {
+  for (std::uint32_t slot = 0; slot < shape.positions; ++slot) {
+    const std::uint32_t token = shape.last_token(slot);
+    if (token < from || token - from >= prefixes.size()) continue;
+    write_position(shape, layer, slot, prefixes[token - from], page);
+  }
+}
+
+void copy_page(const PageShape& shape, const PageView& from, const PageView& to) noexcept {
+  for (std::uint32_t head = 0; head < shape.heads; ++head) {
+    for (std::uint32_t slot = 0; slot < shape.positions; ++slot) {
+      std::memcpy(to.at(head, slot), from.at(head, slot), shape.content);
+    }
   }
 }
 

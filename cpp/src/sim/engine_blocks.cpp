@@ -50,11 +50,17 @@ void Engine::Impl::truncate(Sequence& sequence, std::uint32_t tokens) {
 // Blocks that the next token no longer reads become null, in place.
 void Engine::Impl::slide(Sequence& sequence) {
   for (const GroupModel& group : groups) {
-    if (group.kind != GroupModel::Kind::kWindow && group.kind != GroupModel::Kind::kState) continue;
+    if (group.kind == GroupModel::Kind::kRing) continue;
     auto& table = sequence.tables[raw(group.id)];
-    const std::size_t end =
-        std::min<std::size_t>(table.size(), group.first_needed(sequence.computed));
-    for (std::size_t chunk = 0; chunk < end; ++chunk) {
+    std::uint32_t first = 0;
+    std::uint32_t last = group.first_needed(sequence.computed);
+    if (group.gap_window != 0) {
+      // The prompt stays, and what was generated lately.
+      first = group.chunks(sequence.prompt_tokens);
+      last = (sequence.computed - std::min(sequence.computed, group.gap_window)) / group.tokens;
+    }
+    const std::size_t end = std::min<std::size_t>(table.size(), last);
+    for (std::size_t chunk = first; chunk < end; ++chunk) {
       if (table[chunk] == kNullBlock) continue;
       drop(table[chunk]);
       table[chunk] = kNullBlock;
@@ -103,6 +109,7 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
     switch (group.kind) {
       case GroupModel::Kind::kFull:
       case GroupModel::Kind::kWindow:
+      case GroupModel::Kind::kChunk:
         for (std::uint32_t chunk = sequence.computed / group.tokens; chunk * group.tokens < to;
              ++chunk)
           want(chunk);

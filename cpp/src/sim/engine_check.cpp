@@ -6,31 +6,41 @@
 
 namespace kvprism::sim {
 
-// Bytes of positions [from, to) in one block that differ from the oracle, over all layers and
-// ranks.
+// Bytes of a page that differ from `expected`, which has none of its gaps.
+std::uint64_t Engine::Impl::difference(const PageShape& shape, const PageView& page) {
+  scratch.resize(shape.bytes());
+  copy_page(shape, page, dense_view(shape, scratch.data()));
+  if (std::memcmp(scratch.data(), expected.data(), scratch.size()) == 0) return 0;
+  std::uint64_t wrong = 0;
+  for (std::size_t i = 0; i < scratch.size(); ++i) wrong += scratch[i] != expected[i];
+  return wrong;
+}
+
+// Bytes of tokens [from, to) in one block that differ from the oracle, over all layers and ranks.
 std::uint64_t Engine::Impl::compare(const GroupModel& group, std::uint32_t chunk, BlockId block,
                                     const TokenTrail& trail, std::uint32_t from, std::uint32_t to,
                                     std::uint64_t* bytes) {
   std::uint64_t wrong = 0;
-  for (std::size_t r = 0; r < ranks.size(); ++r) {
-    const PageShape shape = this->shape(group, r);
-    for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
-      const std::byte* const page = ranks[r].memory->page(group.id, layer, block);
+  for (std::uint32_t r = 0; r < ranks.size(); ++r) {
+    for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
+      const PageShape shape = group.shape(layer, r);
+      const PageView page = ranks[r].memory->page(group.id, layer, block);
+      expected.resize(shape.bytes());
+      const PageView wanted = dense_view(shape, expected.data());
       // What the oracle says nothing about counts as right.
-      scratch.assign(page, page + shape.bytes());
+      copy_page(shape, page, wanted);
       if (group.kind == GroupModel::Kind::kState) {
-        write_state(shape, layer, trail.prefix_at(to - 1), scratch.data());
+        write_state(shape, layer, trail.prefix_at(to - 1), expected.data());
         *bytes += shape.bytes();
-      } else {
-        for (std::uint32_t at = from; at < to; ++at) {
-          const std::uint32_t slot =
-              group.kind == GroupModel::Kind::kRing ? at % group.tokens : at - chunk * group.tokens;
-          write_position(shape, layer, slot, trail.prefix_at(at), scratch.data());
-        }
+      } else if (group.kind == GroupModel::Kind::kRing) {
+        for (std::uint32_t at = from; at < to; ++at)
+          write_position(shape, layer, at % group.tokens, trail.prefix_at(at), wanted);
         *bytes += std::uint64_t{shape.heads} * (to - from) * shape.content;
+      } else {
+        write_tokens(shape, layer, from - chunk * group.tokens, trail.prefixes(from, to), wanted);
+        *bytes += shape.bytes() * (to - from) / group.tokens;
       }
-      if (std::memcmp(scratch.data(), page, scratch.size()) == 0) continue;
-      for (std::size_t i = 0; i < scratch.size(); ++i) wrong += scratch[i] != page[i];
+      wrong += difference(shape, page);
     }
   }
   return wrong;
@@ -56,6 +66,7 @@ void Engine::Impl::verify(const Sequence& sequence, VerifyResult& result) {
     switch (group.kind) {
       case GroupModel::Kind::kFull:
       case GroupModel::Kind::kWindow:
+      case GroupModel::Kind::kChunk:
         for (std::uint32_t chunk = 0; chunk * group.tokens < computed; ++chunk) {
           check(chunk, chunk * group.tokens, std::min(computed, (chunk + 1) * group.tokens));
         }
@@ -113,24 +124,23 @@ VerifyResult Engine::verify_all() const {
   }
   e.cache.for_each([&](BlockId block, const PrefixCache::Entry& entry) {
     const GroupModel& group = e.groups[raw(entry.group)];
-    for (std::size_t r = 0; r < e.ranks.size(); ++r) {
-      const PageShape shape = e.shape(group, r);
-      for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
-        const std::byte* const page = e.ranks[r].memory->page(entry.group, layer, block);
-        e.scratch.resize(shape.bytes());
+    for (std::uint32_t r = 0; r < e.ranks.size(); ++r) {
+      for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
+        const PageShape shape = group.shape(layer, r);
+        const PageView page = e.ranks[r].memory->page(entry.group, layer, block);
+        e.expected.resize(shape.bytes());
         if (group.kind == GroupModel::Kind::kState) {
-          write_state(shape, layer, entry.prefixes[0], e.scratch.data());
+          write_state(shape, layer, entry.prefixes[0], e.expected.data());
         } else {
-          write_positions(shape, layer, 0, entry.prefixes, e.scratch.data());
+          write_tokens(shape, layer, 0, entry.prefixes, dense_view(shape, e.expected.data()));
         }
         result.bytes += shape.bytes();
-        if (std::memcmp(e.scratch.data(), page, shape.bytes()) == 0) continue;
-        if (result.mismatched == 0) {
+        const std::uint64_t wrong = e.difference(shape, page);
+        if (wrong != 0 && result.mismatched == 0) {
           result.first = "cached block " + std::to_string(raw(block)) + ", group " +
                          std::to_string(raw(entry.group));
         }
-        for (std::size_t i = 0; i < e.scratch.size(); ++i)
-          result.mismatched += e.scratch[i] != page[i];
+        result.mismatched += wrong;
       }
     }
   });

@@ -9,39 +9,41 @@ namespace kvprism::sim {
 
 // Writes the contents of tokens [from, to) into the blocks of every rank.
 void Engine::Impl::execute(const Scheduled& work) {
-  Sequence& sequence = *work.sequence;
-  for (std::size_t r = 0; r < ranks.size(); ++r) {
+  const Sequence& sequence = *work.sequence;
+  for (std::uint32_t r = 0; r < ranks.size(); ++r) {
     SimMemory& memory = *ranks[r].memory;
     for (const GroupModel& group : groups) {
-      const PageShape shape = this->shape(group, r);
       const auto& table = sequence.tables[raw(group.id)];
-      for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
+      for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
+        const PageShape shape = group.shape(layer, r);
         const auto both = [&](BlockId block, auto write) {
           write(memory.page(group.id, layer, block));
-          if (std::byte* const shadow = memory.shadow_page(group.id, layer, block)) write(shadow);
+          const PageView shadow = memory.shadow_page(group.id, layer, block);
+          if (shadow.base != nullptr) write(shadow);
         };
         switch (group.kind) {
           case GroupModel::Kind::kFull:
           case GroupModel::Kind::kWindow:
+          case GroupModel::Kind::kChunk:
             for (std::uint32_t at = work.from; at < work.to;) {
               const std::uint32_t chunk = at / group.tokens;
               const std::uint32_t end = std::min(work.to, (chunk + 1) * group.tokens);
-              both(table[chunk], [&](std::byte* page) {
-                write_positions(shape, layer, at % group.tokens, sequence.trail.prefixes(at, end),
-                                page);
+              both(table[chunk], [&](const PageView& page) {
+                write_tokens(shape, layer, at % group.tokens, sequence.trail.prefixes(at, end),
+                             page);
               });
               at = end;
             }
             break;
           case GroupModel::Kind::kState:
-            both(table[(work.to - 1) / group.tokens], [&](std::byte* page) {
-              write_state(shape, layer, sequence.trail.prefix_at(work.to - 1), page);
+            both(table[(work.to - 1) / group.tokens], [&](const PageView& page) {
+              write_state(shape, layer, sequence.trail.prefix_at(work.to - 1), page.base);
             });
             break;
           case GroupModel::Kind::kRing: {
             const std::uint32_t first =
                 work.to - work.from > group.tokens ? work.to - group.tokens : work.from;
-            both(table[0], [&](std::byte* page) {
+            both(table[0], [&](const PageView& page) {
               for (std::uint32_t at = first; at < work.to; ++at) {
                 write_position(shape, layer, at % group.tokens, sequence.trail.prefix_at(at), page);
               }

@@ -120,15 +120,11 @@ struct Engine::Impl {
   std::vector<Destination> missing;
   std::vector<std::byte> plan_bytes;
   std::vector<std::byte> scratch;
+  std::vector<std::byte> expected;
   WorkerReport report;
 
   void fail(std::string what) {
     if (broken.empty()) broken = std::move(what);
-  }
-  PageShape shape(const GroupModel& group, std::size_t rank) const {
-    PageShape shape = group.shape;
-    shape.first_head = static_cast<std::uint32_t>(rank) * shape.heads;
-    return shape;
   }
 
   // Blocks (engine_blocks.cpp).
@@ -183,6 +179,7 @@ struct Engine::Impl {
   std::uint64_t compare(const GroupModel& group, std::uint32_t chunk, BlockId block,
                         const TokenTrail& trail, std::uint32_t from, std::uint32_t to,
                         std::uint64_t* bytes);
+  std::uint64_t difference(const PageShape& shape, const PageView& page);
   void verify(const Sequence& sequence, VerifyResult& result);
   std::string check_references() const;
 };

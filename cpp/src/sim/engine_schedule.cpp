@@ -25,6 +25,7 @@ bool Engine::Impl::can_ever_fit(const Request& request) const {
         blocks += all;
         break;
       case GroupModel::Kind::kWindow:
+      case GroupModel::Kind::kChunk:
         blocks += std::min(all, (group.window + chunk) / group.tokens + 2);
         break;
       case GroupModel::Kind::kState:

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <variant>
 
 #include "kvprism/base/error.h"
@@ -9,29 +11,51 @@
 namespace kvprism::sim {
 namespace {
 
+struct KindRow {
+  std::string_view name;
+  GroupModel::Kind kind;
+};
+
+// What each kind's attention looks back to.
+constexpr KindRow kKinds[] = {{"full_attention", GroupModel::Kind::kFull},
+                              {"mla_attention", GroupModel::Kind::kFull},
+                              {"hidden_state", GroupModel::Kind::kFull},
+                              {"rswa", GroupModel::Kind::kFull},
+                              {"sink_full_attention", GroupModel::Kind::kFull},
+                              {"chunked_local_attention", GroupModel::Kind::kChunk},
+                              {"sliding_window", GroupModel::Kind::kWindow},
+                              {"sliding_window_mla", GroupModel::Kind::kWindow},
+                              {"mamba", GroupModel::Kind::kState},
+                              {"circular_buffer", GroupModel::Kind::kRing}};
+
 GroupModel::Kind kind_of(const ResolvedGroup& group) {
-  if (group.spec.kind == "full_attention") return GroupModel::Kind::kFull;
-  if (group.spec.kind == "sliding_window") return GroupModel::Kind::kWindow;
-  if (group.spec.kind == "mamba") return GroupModel::Kind::kState;
-  if (group.spec.kind == "circular_buffer") return GroupModel::Kind::kRing;
+  for (const KindRow& row : kKinds) {
+    if (row.name == group.spec.kind) return row.kind;
+  }
+  std::string known;
+  for (const KindRow& row : kKinds) {
+    known += (known.empty() ? "" : ", ") + std::string(row.name);
+  }
   fail(ErrorCode::kUnsupported, "simulated engine",
-       {"groups[" + std::to_string(raw(group.id)) + "].kind",
-        group.spec.kind,
-        "full_attention, sliding_window, mamba or circular_buffer",
-        {}});
+       {"groups[" + std::to_string(raw(group.id)) + "].kind", group.spec.kind, known, {}});
 }
 
-PageShape shape_of(const ResolvedGroup& group, GroupModel::Kind kind) {
+PageShape shape_of(const ResolvedGroup& group, const CacheSpec& spec, GroupModel::Kind kind,
+                   std::uint32_t context_ranks) {
   PageShape shape;
   shape.group = raw(group.id);
-  if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
-    shape.kind = kind == GroupModel::Kind::kRing ? PageKind::kRing : PageKind::kPositions;
+  if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
+    const bool ring = kind == GroupModel::Kind::kRing;
+    shape.kind = ring ? PageKind::kRing : PageKind::kPositions;
     shape.heads = attention->num_kv_heads;
-    shape.positions = group.spec.block_size;
+    shape.positions = spec.block_size;
     shape.content = (attention->head_size + attention->head_size_v) * size_of(attention->dtype);
+    shape.compression = attention->compression;
+    shape.states_per_token = attention->states_per_token;
+    shape.context_ranks = ring ? 1 : context_ranks;
   } else {
     shape.kind = PageKind::kState;
-    shape.content = static_cast<std::uint32_t>(group.page_size_bytes);
+    shape.content = static_cast<std::uint32_t>(page_size_bytes(spec));
   }
   return shape;
 }
@@ -42,36 +66,31 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
   std::vector<GroupModel> groups;
   for (const GroupId id : indices<GroupId>(projection.num_groups())) {
     const ResolvedGroup& group = projection.group(id);
-    if (group.specs.size() > 1 || group.tokens_per_block != group.spec.block_size) {
-      fail(ErrorCode::kUnsupported, "simulated engine",
-           {"groups[" + std::to_string(raw(id)) + "]",
-            std::to_string(group.specs.size()) + " specs, " +
-                std::to_string(group.tokens_per_block) + " tokens in " +
-                std::to_string(group.spec.block_size) + " positions",
-            "one spec without compression, on one decode context rank",
-            {}});
-    }
     GroupModel model;
     model.id = id;
     model.kind = kind_of(group);
     model.stored = model.kind != GroupModel::Kind::kRing && group.enable_kv_transfer;
-    model.tokens = group.spec.block_size;
-    if (group.spec.sliding_window)
-      model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
-    model.replay = group.spec.replay_tokens.value_or(0);
-    model.fine =
-        (model.kind == GroupModel::Kind::kFull || model.kind == GroupModel::Kind::kState) &&
-        projection.hit_alignment() < model.tokens;
-    model.layers = static_cast<std::uint32_t>(group.layers.size());
-    model.shape = shape_of(group, model.kind);
-    if (model.shape.bytes() != group.page_size_bytes) {
+    for (std::size_t layer = 0; layer < group.layers.size(); ++layer) {
+      const CacheSpec& spec = group.layer_spec(layer);
+      model.shapes.push_back(shape_of(group, spec, model.kind, projection.parallel().dcp));
+      model.page_bytes.push_back(page_size_bytes(spec));
+      if (model.shapes.back().bytes() <= model.page_bytes.back()) continue;
       fail(ErrorCode::kUnsupported, "simulated engine",
            {"groups[" + std::to_string(raw(id)) + "].page_size_bytes",
-            std::to_string(group.page_size_bytes),
-            "an unpadded page of " + std::to_string(model.shape.bytes()) + " bytes",
-            {}});
+            std::to_string(model.page_bytes.back()),
+            "at least " + std::to_string(model.shapes.back().bytes()) + " bytes",
+            "head slots and state bytes of their own are not simulated"});
     }
-    groups.push_back(model);
+    const bool state = model.kind == GroupModel::Kind::kState;
+    model.tokens = state ? group.spec.block_size : model.shapes[0].tokens();
+    if (group.spec.sliding_window)
+      model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
+    if (group.spec.attention_chunk_size) model.window = *group.spec.attention_chunk_size;
+    model.gap_window = group.spec.rswa_window.value_or(0);
+    model.replay = group.spec.replay_tokens.value_or(0);
+    model.fine = (model.kind == GroupModel::Kind::kFull || state) &&
+                 projection.hit_alignment() < model.tokens;
+    groups.push_back(std::move(model));
   }
   return groups;
 }

@@ -86,7 +86,8 @@ struct HeldReport {
 struct Completed {
   RequestId id{};
   std::vector<std::uint32_t> tokens;
-  std::uint32_t prompt = 0;
+  std::uint32_t prompt = 0;  // tokens; 0 when it has started more than once
+  std::uint32_t size = 0;    // tokens of the prompt
 };
 
 class WorldRun {
@@ -99,7 +100,7 @@ class WorldRun {
         schema_(KeySchema::kvprism(projection_, facts())),
         pool_(std::make_shared<MemoryPool>(config_.pool)),
         objects_(model_groups(*projection_), config_.cache.parallel.tp,
-                 projection_->hit_alignment()),
+                 projection_->hit_alignment(), projection_->kv_layout()),
         step_tokens_(model_step(objects_.groups())) {
     if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
     fit_prompts();
@@ -152,7 +153,7 @@ class WorldRun {
       for (const GroupModel& group : objects_.groups()) {
         const std::uint32_t all = tokens / group.tokens + 1;
         if (group.kind == GroupModel::Kind::kFull) total += all;
-        if (group.kind == GroupModel::Kind::kWindow) {
+        if (group.kind == GroupModel::Kind::kWindow || group.kind == GroupModel::Kind::kChunk) {
           total += std::min(all, (group.window + config_.engine.token_budget) / group.tokens + 2);
         }
         if (group.kind == GroupModel::Kind::kState) total += group.fine ? 3 : 2;
@@ -187,7 +188,7 @@ class WorldRun {
     std::vector<EngineRank> ranks;
     for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
       const auto memory =
-          std::make_shared<SimMemory>(*projection_, SimMemoryOptions{config_.guard_bytes, true});
+          std::make_shared<SimMemory>(*projection_, config_.memory);
       config_.faults.seed = random_.next();
       const auto injector = std::make_shared<FaultInjector>(
           std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
@@ -569,7 +570,7 @@ class WorldRun {
       if (request.aborted) continue;
       // One that was preempted has started again somewhere else.
       const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
-      if (config_.clean) completed_.push_back({request.id, tokens, prompt});
+      if (config_.clean) completed_.push_back({request.id, tokens, prompt, request.prompt_tokens});
       if (turns_.size() < 16) turns_.emplace_back();
       turns_[random_.below(turns_.size())] = std::move(tokens);
     }
@@ -658,7 +659,10 @@ class WorldRun {
         if (!missing) continue;
         // A request that leaves before its next step never offers its last state, and long steps
         // pass states by.
-        const bool state = objects_.groups()[raw(missing->group)].kind == GroupModel::Kind::kState;
+        const GroupModel& group = objects_.groups()[raw(missing->group)];
+        const bool state = group.kind == GroupModel::Kind::kState;
+        // Nor are generated tokens whose blocks are gone before a step is full.
+        if (group.gap_window != 0 && missing->chunk >= group.chunks(done.size)) continue;
         if (state && (config_.engine.offer_states_late || !config_.engine.aligned_steps)) continue;
         fail("not stored", "a request of " + std::to_string(computed) +
                                " computed tokens is not stored up to " + std::to_string(end) +

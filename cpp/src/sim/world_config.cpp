@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <variant>
 #include <utility>
 
 namespace kvprism::sim {
@@ -24,50 +25,170 @@ AttentionPayload attention(SeededRandom& random) {
   return payload;
 }
 
-GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t block_size,
-                  std::size_t number) {
-  GroupConfig config;
-  config.spec.kind = kind;
-  config.spec.block_size = block_size;
-  for (std::uint64_t layer = random.between(1, 3); layer > 0; --layer) {
-    config.layers.push_back(kind.substr(0, 1) + std::to_string(number) + "." +
-                            std::to_string(layer));
-  }
+// Of a kind, with the layout's letters still open.
+CacheSpec spec_of(SeededRandom& random, const std::string& kind, std::uint32_t block_size) {
+  CacheSpec spec;
+  spec.kind = kind;
+  spec.block_size = block_size;
   if (kind == "mamba") {
     StatePayload state;
     state.shapes = {{static_cast<std::uint32_t>(random.between(1, 4)), 3},
                     {static_cast<std::uint32_t>(random.between(2, 9))}};
     state.dtypes = {DType::kFloat32, DType::kBFloat16};
     state.cache_mode = "align";
-    config.spec.payload = state;
-  } else {
-    config.spec.payload = attention(random);
+    spec.payload = state;
+    return spec;
   }
-  if (kind == "sliding_window") {
-    config.spec.sliding_window = static_cast<std::uint32_t>(random.between(2, 3 * block_size));
+  AttentionPayload payload = attention(random);
+  if (kind == "mla_attention" || kind == "hidden_state" || kind == "sliding_window_mla") {
+    payload.num_kv_heads = 1;
+    payload.head_size_v = 0;
   }
-  if (kind == "circular_buffer") {
-    config.enable_kv_transfer = random.chance(2, 3);
-    if (random.chance(1, 2))
-      config.spec.replay_tokens = static_cast<std::uint32_t>(random.between(1, block_size));
+  spec.payload = payload;
+  if (kind.starts_with("sliding_window"))
+    spec.sliding_window = static_cast<std::uint32_t>(random.between(2, 3 * block_size));
+  if (kind == "chunked_local_attention") {
+    spec.attention_chunk_size = block_size * static_cast<std::uint32_t>(random.between(1, 4));
+    if (random.chance(1, 4)) *spec.attention_chunk_size += block_size / 2;
   }
+  if (kind == "rswa") spec.rswa_window = static_cast<std::uint32_t>(random.between(2, 20));
+  if (kind == "sink_full_attention") spec.sink_len = block_size;
+  if (kind == "circular_buffer" && random.chance(1, 2))
+    spec.replay_tokens = static_cast<std::uint32_t>(random.between(1, block_size));
+  return spec;
+}
+
+GroupConfig group(SeededRandom& random, const std::string& kind, std::uint32_t block_size,
+                  std::size_t number) {
+  GroupConfig config;
+  config.spec = spec_of(random, kind, block_size);
+  for (std::uint64_t layer = random.between(1, 3); layer > 0; --layer) {
+    config.layers.push_back(kind.substr(0, 1) + std::to_string(number) + "." +
+                            std::to_string(layer));
+  }
+  if (kind == "circular_buffer") config.enable_kv_transfer = random.chance(2, 3);
   return config;
 }
 
-// Hits inside blocks, where the groups allow it: of windows a block may not be larger than a hash.
+// Layers of two page sizes that share their blocks.
+void wrap(SeededRandom& random, GroupConfig& group) {
+  CacheSpec other = group.spec;
+  std::get<AttentionPayload>(other.payload).head_size +=
+      static_cast<std::uint32_t>(random.between(0, 2));
+  group.members = {{group.spec, group.layers}, {other, {group.layers[0] + "w"}}};
+  group.layers.push_back(group.layers[0] + "w");
+  group.spec = {};
+  group.spec.kind = "uniform";
+}
+
+bool is_scratch(const GroupConfig& group) { return group.spec.kind == "circular_buffer"; }
+
+const CacheSpec& first_spec(const GroupConfig& group) {
+  return group.members.empty() ? group.spec : group.members[0].spec;
+}
+
+template <class Change>
+void change_specs(GroupConfig& group, Change change) {
+  if (group.members.empty()) change(group.spec);
+  for (LayerSpec& member : group.members) change(member.spec);
+}
+
+std::uint32_t block_tokens(const GroupConfig& group, const CacheConfig& config) {
+  return tokens_per_block(first_spec(group), config.parallel, SpecRegistry::builtin());
+}
+
+// Hits inside blocks, where the groups allow it: of windows a block may not be larger than a hash,
+// and no stored position may be cut.
 void allow_partial_hits(SeededRandom& random, CacheConfig& config) {
   std::uint32_t unit = 0;
+  std::uint32_t compression = 1;
   for (const GroupConfig& group : config.groups) {
-    if (group.spec.kind != "circular_buffer") unit = std::gcd(unit, group.spec.block_size);
+    if (is_scratch(group)) continue;
+    unit = std::gcd(unit, block_tokens(group, config));
+    if (const auto* payload = std::get_if<AttentionPayload>(&first_spec(group).payload))
+      compression = std::lcm(compression, payload->compression);
   }
-  if (unit % 2 == 0 && random.chance(1, 2)) unit /= 2;
+  if (unit % (2 * compression) == 0 && random.chance(1, 2)) unit /= 2;
+  if (unit % compression != 0 || unit < 2 || unit % config.parallel.dcp != 0) return;
   for (GroupConfig& group : config.groups) {
-    if (group.spec.kind != "sliding_window") continue;
-    group.spec.block_size = unit;
-    group.spec.sliding_window = static_cast<std::uint32_t>(random.between(2, 3 * unit));
+    const std::string& kind = first_spec(group).kind;
+    if (!kind.starts_with("sliding_window") && kind != "chunked_local_attention") continue;
+    const std::uint32_t window = static_cast<std::uint32_t>(random.between(2, 3 * unit));
+    const std::uint32_t chunk = unit * static_cast<std::uint32_t>(random.between(1, 4));
+    change_specs(group, [&](CacheSpec& spec) {
+      auto& payload = std::get<AttentionPayload>(spec.payload);
+      payload.compression = payload.states_per_token = 1;
+      spec.page_size_padded.reset();
+      spec.block_size = unit / config.parallel.dcp;
+      if (spec.sliding_window) spec.sliding_window = window;
+      if (spec.attention_chunk_size) spec.attention_chunk_size = chunk;
+    });
   }
   config.hash_block_size = unit;
   config.cache_hit_alignment_tokens = unit;
+}
+
+// What makes tokens and stored positions two things, and pages longer than their content.
+void reshape(SeededRandom& random, CacheConfig& config) {
+  const bool splits_heads = config.kv_layout == "LHBNC" || config.kv_layout == "BHLNC";
+  for (GroupConfig& group : config.groups) {
+    if (is_scratch(group) || first_spec(group).kind == "mamba") continue;
+    if (random.chance(1, 6) && group.members.empty()) wrap(random, group);
+    const std::uint64_t roll = random.below(6);
+    change_specs(group, [&](CacheSpec& spec) {
+      auto& payload = std::get<AttentionPayload>(spec.payload);
+      if (roll == 0 && spec.block_size % 2 == 0) {
+        payload.compression = 2;
+        spec.block_size /= 2;
+      } else if (roll == 1) {
+        payload.states_per_token = 2;
+        spec.block_size *= 2;
+        if (spec.sink_len) spec.sink_len = spec.block_size;
+      } else if (roll == 2 && !splits_heads) {
+        spec.page_size_padded = unpadded_page_bytes(spec) + 5;
+      }
+    });
+  }
+}
+
+using Kinds = std::vector<std::pair<std::string, std::uint32_t>>;
+
+Kinds kinds_of(SeededRandom& random, std::uint32_t small, std::uint32_t large) {
+  const std::uint32_t ring = static_cast<std::uint32_t>(random.between(3, 9));
+  const auto size = [&] { return random.chance(1, 2) ? small : large; };
+  switch (random.below(12)) {
+    case 0:
+    case 1:
+      return {{"full_attention", size()}, {"circular_buffer", ring}, {"mamba", size()}};
+    case 2:
+      return {{"full_attention", size()}, {"sliding_window", size()}};
+    case 3:
+      return {{"full_attention", size()},
+              {"circular_buffer", ring},
+              {"sliding_window", size()},
+              {"mamba", size()}};
+    case 4:
+      return {{"full_attention", size()}, {"circular_buffer", ring}};
+    case 5:
+      return {{"full_attention", small}, {"full_attention", large}, {"circular_buffer", ring}};
+    case 6:
+      return {{"sliding_window", size()}, {"circular_buffer", ring}, {"sliding_window", size()}};
+    case 7:
+      return {{"circular_buffer", ring},
+              {"mamba", small},
+              {"full_attention", size()},
+              {"mamba", large}};
+    default:
+      break;
+  }
+  static constexpr std::array kAny{
+      "mla_attention",         "hidden_state",   "rswa",
+      "sink_full_attention",   "full_attention", "chunked_local_attention",
+      "sliding_window_mla",    "sliding_window", "mamba"};
+  Kinds kinds{{"circular_buffer", ring}};
+  for (std::uint64_t count = random.between(1, 3); count > 0; --count)
+    kinds.emplace_back(pick(random, kAny), size());
+  return kinds;
 }
 
 CacheConfig cache_config(SeededRandom& random) {
@@ -77,48 +198,21 @@ CacheConfig cache_config(SeededRandom& random) {
   };
   const Sizes sizes = pick(random, std::array{Sizes{4, 8}, Sizes{8, 8}, Sizes{8, 16}, Sizes{4, 16},
                                               Sizes{6, 12}, Sizes{16, 32}});
-  const std::uint32_t ring = static_cast<std::uint32_t>(random.between(3, 9));
-  const auto size = [&] { return random.chance(1, 2) ? sizes.small : sizes.large; };
   CacheConfig config;
-  std::vector<std::pair<std::string, std::uint32_t>> kinds;
-  switch (random.below(8)) {
-    case 0:
-    case 1:
-      kinds = {{"full_attention", size()}, {"circular_buffer", ring}, {"mamba", size()}};
-      break;
-    case 2:
-      kinds = {{"full_attention", size()}, {"sliding_window", size()}};
-      break;
-    case 3:
-      kinds = {{"full_attention", size()},
-               {"circular_buffer", ring},
-               {"sliding_window", size()},
-               {"mamba", size()}};
-      break;
-    case 4:
-      kinds = {{"full_attention", size()}, {"circular_buffer", ring}};
-      break;
-    case 5:
-      kinds = {{"full_attention", sizes.small},
-               {"full_attention", sizes.large},
-               {"circular_buffer", ring}};
-      break;
-    case 6:
-      kinds = {{"sliding_window", size()}, {"circular_buffer", ring}, {"sliding_window", size()}};
-      break;
-    default:
-      kinds = {{"circular_buffer", ring},
-               {"mamba", sizes.small},
-               {"full_attention", size()},
-               {"mamba", sizes.large}};
-      break;
-  }
+  config.kv_layout = pick(
+      random, std::array<std::string, 6>{"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"});
+  Kinds kinds = kinds_of(random, sizes.small, sizes.large);
   for (std::size_t i = kinds.size(); i > 1; --i) std::swap(kinds[i - 1], kinds[random.below(i)]);
   for (std::size_t i = 0; i < kinds.size(); ++i)
     config.groups.push_back(group(random, kinds[i].first, kinds[i].second, i));
   config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
+  config.parallel.tp = pick(random, std::array{1u, 1u, 1u, 2u, 2u, 4u});
+  if (random.chance(1, 2)) reshape(random, config);
+  const bool windows = std::any_of(config.groups.begin(), config.groups.end(), [](const auto& g) {
+    return first_spec(g).sliding_window.has_value();
+  });
+  if (config.parallel.tp > 1 && !windows && random.chance(1, 3)) config.parallel.dcp = 2;
   if (random.chance(1, 2)) allow_partial_hits(random, config);
-  config.parallel.tp = random.chance(1, 3) ? 2 : 1;
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
   return config;
 }
@@ -190,13 +284,14 @@ WorldConfig make_world_config(std::uint64_t seed) {
   }
   if (random.chance(1, 8))
     config.store.lease = Duration{static_cast<std::int64_t>(random.between(1'000'000, 6'000'000))};
-  config.guard_bytes = static_cast<std::uint32_t>(8 * random.between(1, 3));
+  config.memory.guard_bytes = static_cast<std::uint32_t>(8 * random.between(1, 3));
+  config.memory.shadow = true;
+  config.memory.split_tensors = random.chance(1, 3);
+  config.memory.kernel_blocks = random.chance(1, 3);
   config.max_requests = static_cast<std::uint32_t>(random.between(2, 8));
   config.max_prompt = static_cast<std::uint32_t>(random.between(40, 140));
   config.max_new_tokens = static_cast<std::uint32_t>(random.between(1, 30));
   config.families = static_cast<std::uint32_t>(random.between(1, 4));
-
-  config.cache.kv_layout = random.chance(1, 2) ? "LBHNC" : "BLHNC";
 
   if (config.clean) {
     // Nothing may be lost here, so no bound may pass either.
@@ -214,12 +309,22 @@ WorldConfig make_world_config(std::uint64_t seed) {
 
 std::string WorldConfig::describe() const {
   std::string text =
-      std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", 2 ranks:" : ":");
+      std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", " + std::to_string(cache.parallel.tp) + " ranks" : "") +
+      (cache.parallel.dcp > 1 ? " that share tokens:" : ":");
   text += " " + cache.kv_layout;
   for (const GroupConfig& group : cache.groups) {
-    text += " " + group.spec.kind + "(" + std::to_string(group.spec.block_size);
-    if (group.spec.sliding_window) text += " window " + std::to_string(*group.spec.sliding_window);
-    if (group.spec.replay_tokens) text += " replay " + std::to_string(*group.spec.replay_tokens);
+    const CacheSpec& spec = first_spec(group);
+    text += group.members.empty() ? " " : " uniform ";
+    text += spec.kind + "(" + std::to_string(spec.block_size);
+    if (const auto* payload = std::get_if<AttentionPayload>(&spec.payload)) {
+      if (payload->compression > 1) text += " compressed";
+      if (payload->states_per_token > 1) text += " doubled";
+    }
+    if (spec.page_size_padded) text += " padded";
+    if (spec.sliding_window) text += " window " + std::to_string(*spec.sliding_window);
+    if (spec.attention_chunk_size) text += " chunk " + std::to_string(*spec.attention_chunk_size);
+    if (spec.rswa_window) text += " window " + std::to_string(*spec.rswa_window);
+    if (spec.replay_tokens) text += " replay " + std::to_string(*spec.replay_tokens);
     if (!group.enable_kv_transfer) text += " not transferred";
     text += ")x" + std::to_string(group.layers.size());
   }
@@ -228,7 +333,8 @@ std::string WorldConfig::describe() const {
   }
   text += "; budget " + std::to_string(engine.token_budget) + ", running " +
           std::to_string(engine.max_running);
-  text += dashes(engine.local_cache, "local cache") +
+  text += dashes(memory.split_tensors, "split tensors") + dashes(memory.kernel_blocks, "kernel blocks") +
+          dashes(engine.local_cache, "local cache") +
           dashes(engine.offer_states_late, "late offers") +
           dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +

@@ -9,6 +9,7 @@
 #include "kvprism/backend/memory_store.h"
 #include "kvprism/group/cache_config.h"
 #include "kvprism/sim/engine.h"
+#include "kvprism/sim/sim_memory.h"
 #include "kvprism/store/store_scheduler.h"
 #include "kvprism/store/store_worker.h"
 
@@ -27,7 +28,7 @@ struct WorldConfig {
   bool reorder_reports = false;
   bool erase_objects = false;
   bool restarts = true;
-  std::uint32_t guard_bytes = 16;
+  SimMemoryOptions memory;
   std::uint32_t max_requests = 6;  // unfinished at a time
   std::uint32_t max_prompt = 96;
   std::uint32_t max_new_tokens = 24;

@@ -26,8 +26,11 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 }  // namespace
 
 ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks,
-                         std::uint32_t alignment)
-    : groups_(std::move(groups)), ranks_(ranks), alignment_(alignment) {
+                         std::uint32_t alignment, std::string layout)
+    : groups_(std::move(groups)),
+      ranks_(ranks),
+      alignment_(alignment),
+      layout_(std::move(layout)) {
   for (const GroupModel& group : groups_) {
     if (group.stored) stored_.push_back(&group);
   }
@@ -67,9 +70,11 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
       "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
   if (tokens.size() % (group.fine ? alignment_ : group.tokens) != 0)
     return "an object of " + what + ", which ends no block: " + std::string(key);
-  if (bytes.size() != group.shape.bytes() * group.layers) {
+  std::uint64_t size = 0;
+  for (const std::uint64_t page : group.page_bytes) size += page;
+  if (bytes.size() != size) {
     return "an object of " + what + " has " + number(bytes.size()) + " bytes instead of " +
-           number(group.shape.bytes() * group.layers);
+           number(size);
   }
   Prefix state = kEmptyPrefix;
   std::vector<Prefix> states;
@@ -77,24 +82,42 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
     state = extend(state, at, tokens[at]);
     if (at >= (tokens.size() - 1) / group.tokens * group.tokens) states.push_back(state);
   }
-  PageShape shape = group.shape;
-  shape.first_head = rank * shape.heads;
-  for (std::uint32_t layer = 0; layer < group.layers; ++layer) {
-    const std::byte* const actual = bytes.data() + layer * shape.bytes();
-    // What lies behind the last token of the prefix may be anything.
-    expected_.assign(actual, actual + shape.bytes());
+  // What lies behind the last token of the prefix, or pads a page, may be anything.
+  expected_.assign(bytes.begin(), bytes.end());
+  for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
+    const PageShape shape = group.shape(layer, rank);
+    const PageView page = page_in_object(group, layer, expected_.data());
     if (group.kind == GroupModel::Kind::kState) {
-      write_state(shape, layer, state, expected_.data());
+      write_state(shape, layer, state, page.base);
     } else {
-      write_positions(shape, layer, 0, states, expected_.data());
+      write_tokens(shape, layer, 0, states, page);
     }
-    if (std::memcmp(expected_.data(), actual, expected_.size()) == 0) continue;
-    const auto at =
-        std::mismatch(expected_.begin(), expected_.end(), actual).first - expected_.begin();
-    return "an object of " + what + " is wrong from byte " +
-           number(static_cast<std::uint64_t>(at)) + " of layer " + number(layer);
   }
-  return "";
+  const auto wrong = std::mismatch(expected_.begin(), expected_.end(), bytes.begin()).first;
+  if (wrong == expected_.end()) return "";
+  return "an object of " + what + " is wrong from byte " +
+         number(static_cast<std::uint64_t>(wrong - expected_.begin()));
+}
+
+// In the order of the layout's name, without the blocks.
+PageView ObjectJudge::page_in_object(const GroupModel& group, std::uint32_t layer,
+                                     std::byte* object) const {
+  const PageShape& shape = group.shapes[layer];
+  std::uint64_t before = 0;
+  for (std::uint32_t l = 0; l < layer; ++l) before += group.page_bytes[l];
+  PageView page = dense_view(shape, object + before);
+  if (layout_.find('N') < layout_.find('H')) {
+    page.head_stride = shape.content;
+    page.slot_stride = std::uint64_t{shape.content} * shape.heads;
+  }
+  if (layout_.find('H') < layout_.find('L')) {
+    // Every layer of one head, and then of the next; all layers have as many heads.
+    page.head_stride = 0;
+    for (const PageShape& other : group.shapes)
+      page.head_stride += std::uint64_t{other.positions} * other.content;
+    page.base = object + before / shape.heads;
+  }
+  return page;
 }
 
 void ObjectJudge::forget_stored() {

@@ -37,7 +37,8 @@ struct HashOfHash {
 class ObjectJudge {
  public:
   // Hits end on multiples of `alignment`.
-  ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks, std::uint32_t alignment);
+  ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks, std::uint32_t alignment,
+              std::string layout);
 
   void learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens);
   // "" when the object is what its key says, byte for byte.
@@ -52,6 +53,8 @@ class ObjectJudge {
     std::uint32_t chunk = 0;
   };
   // A chunk that is used in part may be in a longer object of the same block, up to `most` tokens.
+  // A layer's content in an object of the group that begins at `object`.
+  PageView page_in_object(const GroupModel& group, std::uint32_t layer, std::byte* object) const;
   std::optional<Missing> missing(const TokenTrail& trail, std::uint32_t local, std::uint32_t tokens,
                                  std::uint32_t most) const;
 
@@ -73,6 +76,7 @@ class ObjectJudge {
   std::vector<GroupModel> groups_;
   std::uint32_t ranks_;
   std::uint32_t alignment_;
+  std::string layout_;
   std::vector<const GroupModel*> stored_;  // in the order of the engine's groups
   std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
   std::vector<std::unordered_set<BlockHash, HashOfHash>> seen_;  // by stored group and rank

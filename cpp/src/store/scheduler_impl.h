@@ -281,9 +281,10 @@ struct StoreScheduler::Impl {
   void add_last_chunk(const Request& request, StoreIndex group, BlockId block);
   void mark_loaded(StoreIndex index, std::uint32_t chunk, std::uint32_t hit);
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
-  // Which chunks a save of the request keeps. False when they are fewer than a hit at any multiple
-  // of S needs.
+  // Which chunks a save of the request keeps. True when the engine's retention makes them fewer
+  // than a hit at any multiple of S needs.
   bool choose_chunks(const Request& request);
+  bool is_known(const Request& request, std::uint32_t from, bool thinned, Instant now) const;
   std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
   // What of a request is ready to be saved.
   struct SaveDue {

@@ -34,10 +34,27 @@ bool StoreScheduler::Impl::choose_chunks(const Request& request) {
       retention ? replay_boundaries(request.prompt_tokens, step_tokens, has_drafts)
                 : ReplayBoundaries{};
   masks.clear();
+  bool thinned = false;
   for (const HitGroup& group : groups) {
     masks.emplace_back(group, search.grid(), retention, boundaries);
+    thinned |= !masks.back().all();
   }
-  return !retention;
+  return retention && thinned;
+}
+
+// Whether a step of S tokens that somebody has stored holds nothing that is kept for this request
+// alone.
+bool StoreScheduler::Impl::is_known(const Request& request, std::uint32_t from, bool thinned,
+                                    Instant now) const {
+  if (!saved_prefixes.contains(tag_at(request, from), now)) return false;
+  for (std::size_t g = 0; thinned && g < groups.size(); ++g) {
+    if (masks[g].all()) continue;
+    const std::uint32_t end = (from + step_tokens) / groups[g].chunk_tokens;
+    for (std::uint32_t chunk = from / groups[g].chunk_tokens; chunk < end; ++chunk) {
+      if (masks[g].keeps(chunk)) return false;
+    }
+  }
+  return true;
 }
 
 // Adds the positional sources of `range` and returns up to where they are without a hole.
@@ -217,8 +234,12 @@ StoreScheduler::Impl::SaveDue StoreScheduler::Impl::due(RequestId id, Instant no
     ++counters.saves_held_back;
     return {};
   }
-  while (steps && request->planned < to &&
-         saved_prefixes.contains(tag_at(*request, request->planned), now)) {
+  const bool retains = steps && projection().retention_interval().has_value();
+  const bool thinned = retains && choose_chunks(*request);
+  // Without its prompt's length a request keeps more than others have stored.
+  const bool alone = retains && request->prompt_tokens == 0;
+  while (steps && !alone && request->planned < to &&
+         is_known(*request, request->planned, thinned, now)) {
     request->planned += step_tokens;
     ++counters.saves_known;
   }
@@ -262,7 +283,7 @@ void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const Toke
                          : ChunkRange{});
   }
   add_marks(request);
-  const bool serves_every_hit = choose_chunks(request);
+  choose_chunks(request);
   const std::uint64_t skipped_before = counters.sources_skipped;
   const std::uint32_t reached = add_sources(wanted, rows);
   request.planned = reached;
@@ -273,7 +294,7 @@ void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const Toke
   }
   Save& save = start_save(id, request.generation, wanted, now, false);
   // Another request may need what this one left out.
-  if (counters.sources_skipped != skipped_before || !serves_every_hit) return;
+  if (counters.sources_skipped != skipped_before) return;
   save.tags.reserve((wanted.to - wanted.from) / step_tokens);
   for (std::uint32_t from = wanted.from; from < wanted.to; from += step_tokens) {
     save.tags.push_back(tag_at(request, from));

@@ -254,6 +254,13 @@ def describe(
             },
             "scheduler_block_size": scheduler_block_size,
             "hash_block_size": hash_block_size,
+            # Of the engine's own cache; the store offers and keeps what it would.
+            "cache_hit_alignment_tokens": getattr(
+                kv_cache_config, "cache_hit_alignment_tokens", None
+            ),
+            "prefix_cache_retention_interval": getattr(
+                kv_cache_config, "prefix_cache_retention_interval", None
+            ),
             "use_eagle": _eagle_drops_blocks(vllm_config),
             "model_total_kv_heads": vllm_config.model_config.get_total_num_kv_heads(),
             "key_schema": key_schema,

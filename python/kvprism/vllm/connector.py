@@ -258,7 +258,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
-        """States inside a block end no hit here."""
+        """The states that end a prompt; jobs reference their blocks, so nothing is delayed."""
+        self._half().save_last_states(request, partial_tail_offloads)
         return False
 
     def take_events(self) -> Iterable[Any]:

@@ -58,6 +58,8 @@ class SchedulerSide:
         self._loads = loads
         self._saves = saves
         self._step_tokens = described.projection.scheduler_block_size
+        # Hits may end inside a block, and so may what is saved of a prompt.
+        self._fine = described.projection.hit_alignment < self._step_tokens
         self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
         self._announcer = announcer
         self._store = open_store(options, gives_memory=False)
@@ -171,6 +173,8 @@ class SchedulerSide:
                 self._core.save(saving.number, wanted, state.get_block_ids(request_id))
             reached = accepted - accepted % self._step_tokens
             saving.checked_below = reached + self._step_tokens
+            if self._fine and accepted < request.num_prompt_tokens:
+                saving.checked_below = min(saving.checked_below, request.num_prompt_tokens)
             if saving.limit is not None and saving.checked_below > saving.limit:
                 full.append(request_id)
         for request_id in full:
@@ -195,6 +199,12 @@ class SchedulerSide:
             for group, block, tokens in states:
                 if tracked.limit is None or tokens <= tracked.limit:
                     self._core.boundary(tracked.number, self._groups[group], block, tokens)
+
+    def save_last_states(self, request: Any, offers: list[tuple[int, int, int]]) -> None:
+        """States that a request leaves behind when it ends, before its blocks are free."""
+        if self._saves:
+            self._save_states({request.request_id: offers})
+            self._reference()
 
     # The life of a request.
 
@@ -228,14 +238,19 @@ class SchedulerSide:
                 self._saving[request.request_id] = tracked
         if tracked is None:
             limit = None if self._save_decode else request.num_prompt_tokens
-            tracked = _Tracked(self._next_number, request, limit, self._step_tokens)
+            step = self._step_tokens
+            if self._fine:
+                step = min(step, request.num_prompt_tokens)
+            tracked = _Tracked(self._next_number, request, limit, step)
             self._next_number += 1
             if self._announcer is not None:
                 self._announcer.begin(tracked.number, request)
             tracked.has_changed()
             self._requests[request.request_id] = tracked
             self._restrict(tracked)
-            if self._saves and (limit is None or limit >= self._step_tokens):
+            if self._saves and self._fine:
+                self._core.prompt(tracked.number, request.num_prompt_tokens)
+            if self._saves and (limit is None or limit >= step):
                 self._saving[request.request_id] = tracked
         return tracked.number
 

@@ -45,11 +45,43 @@ struct PageShape {
   std::uint32_t heads = 1;
   std::uint32_t positions = 1;  // per block; the capacity of a ring; 1 for a state
   std::uint32_t content = 0;    // bytes per head and position; of the whole page for a state
+  // A position stands for several tokens, or a token has several positions; ranks that share the
+  // tokens take positions in turns.
+  std::uint32_t compression = 1;
+  std::uint32_t states_per_token = 1;
+  std::uint32_t context_ranks = 1;
+  std::uint32_t context_rank = 0;
 
   std::uint64_t bytes() const noexcept { return std::uint64_t{heads} * positions * content; }
+  std::uint32_t tokens() const noexcept {
+    return positions * context_ranks / states_per_token * compression;
+  }
+  // Of a block of kPositions: the token of the block that completes the position.
+  std::uint32_t last_token(std::uint32_t slot) const noexcept {
+    return (slot * context_ranks + context_rank) / states_per_token * compression + compression - 1;
+  }
 };
 
+// One layer's page of a block as it lies in memory: heads may be apart, and positions in groups.
+struct PageView {
+  std::byte* base = nullptr;
+  std::uint64_t head_stride = 0;  // bytes
+  std::uint64_t slot_stride = 0;  // bytes, within a group
+  std::uint32_t group_slots = 1;  // positions of a group
+  std::uint64_t group_stride = 0;
+
+  std::byte* at(std::uint32_t head, std::uint32_t slot) const noexcept {
+    return base + head * head_stride + slot / group_slots * group_stride +
+           slot % group_slots * slot_stride;
+  }
+};
+
+// Heads, then positions, then content, without gaps.
+PageView dense_view(const PageShape& shape, std::byte* page) noexcept;
+
 // Writes one position of one layer's page, all heads. `slot` is its place in the page.
+void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
+                    const PageView& page) noexcept;
 void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
                     std::byte* page) noexcept;
 
@@ -57,9 +89,12 @@ void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t s
 void write_state(const PageShape& shape, std::uint32_t layer, Prefix prefix,
                  std::byte* page) noexcept;
 
-// Writes positions [from, from + prefixes.size()) of a block of kPositions; prefixes[i] belongs to
-// position from + i.
-void write_positions(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
-                     std::span<const Prefix> prefixes, std::byte* page) noexcept;
+// Writes what tokens [from, from + prefixes.size()) of a block of kPositions complete; prefixes[i]
+// belongs to token from + i.
+void write_tokens(const PageShape& shape, std::uint32_t layer, std::uint32_t from,
+                  std::span<const Prefix> prefixes, const PageView& page) noexcept;
+
+// Copies a page's content, without what may lie between it.
+void copy_page(const PageShape& shape, const PageView& from, const PageView& to) noexcept;
 
 }  // namespace kvprism::sim

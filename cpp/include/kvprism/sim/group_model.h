@@ -12,17 +12,27 @@
 namespace kvprism::sim {
 
 struct GroupModel {
-  enum class Kind : std::uint8_t { kFull, kWindow, kState, kRing };
+  enum class Kind : std::uint8_t { kFull, kWindow, kChunk, kState, kRing };
 
   GroupId id{};
   Kind kind{};
   bool stored = false;       // by its kind and its membership in transfers
   std::uint32_t tokens = 0;  // per block; the capacity of a ring
-  std::uint32_t window = 0;
+  std::uint32_t window = 0;  // of a chunk: the tokens of an attention chunk
+  std::uint32_t gap_window = 0;  // generated tokens farther back lose their blocks; 0: none do
   bool fine = false;         // hits may end inside its blocks
   std::uint32_t replay = 0;  // of a ring
-  std::uint32_t layers = 0;
-  PageShape shape;  // of rank 0
+  std::vector<PageShape> shapes;  // by layer, of rank 0
+  std::vector<std::uint64_t> page_bytes;  // by layer, with padding
+
+  std::uint32_t layers() const noexcept { return static_cast<std::uint32_t>(shapes.size()); }
+  // Of another rank. Ranks that share tokens hold the same heads.
+  PageShape shape(std::uint32_t layer, std::uint32_t rank) const noexcept {
+    PageShape own = shapes[layer];
+    own.first_head = rank / own.context_ranks * own.heads;
+    own.context_rank = rank % own.context_ranks;
+    return own;
+  }
 
   // Chunks that a prefix of `length` tokens touches; the last one may be used in part.
   std::uint32_t chunks(std::uint32_t length) const noexcept {
@@ -35,6 +45,8 @@ struct GroupModel {
         return 0;
       case Kind::kWindow:
         return length + 1 > window ? (length + 1 - window) / tokens : 0;
+      case Kind::kChunk:
+        return (length - length % window) / tokens;
       case Kind::kState:
         return length == 0 ? 0 : (length - 1) / tokens;
       case Kind::kRing:
