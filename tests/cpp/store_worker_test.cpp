@@ -558,9 +558,28 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
     StoreWorker refused(schema, map, store, {});
     FAIL() << "accepted";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("schema = 2 stored groups"));
+    EXPECT_THAT(error.what(), HasSubstr("groups[1] = layers at other places"));
     EXPECT_THAT(error.what(), HasSubstr("block_stride = more than a page"));
   }
+}
+
+TEST_F(WorkerTest, SchemaVllmTakesGroupsThatOverlayEachOther) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.key_schema = "vllm";
+  config.groups = {test::full_group(16), test::window_group(16, 20)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = KeySchema::vllm(projection, vllm_facts());
+  CacheTensor tensor;
+  tensor.base = memory.data();
+  tensor.bytes = 64 * kPage;
+  tensor.layers = {"full"};
+  tensor.layer_stride = 64 * kPage;
+  tensor.block_stride = kPage;
+  CacheTensor other = tensor;
+  other.layers = {"window"};
+  map = SegmentMap::make(projection, {tensor, other});
+  EXPECT_NO_THROW(StoreWorker(schema, map, store, {}));
 }
 
 }  // namespace

@@ -1,33 +1,68 @@
 #include "store/vllm_objects.h"
 
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace kvprism::detail {
+namespace {
 
-// Schema `vllm` promises the reference's bytes too. Its objects hold whole strides of every stored
-// layer in the pool, which is what ours hold with one group and layers outermost.
+constexpr const char* kHint = "key schema vllm writes the reference's bytes; choose schema kvprism";
+
+std::vector<Segment> block_of(const SegmentMap& map, StoreIndex group, std::int32_t block) {
+  std::vector<Segment> segments;
+  map.append_segments(group, BlockId{block}, segments);
+  return segments;
+}
+
+bool same_place(const std::vector<Segment>& a, const std::vector<Segment>& b) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (a[i].base != b[i].base || a[i].length != b[i].length) return false;
+  }
+  return true;
+}
+
+// Of several layers the reference takes a whole row of the allocation: every byte of it must be the
+// block's.
+bool fills_rows(const SegmentMap& map, const std::vector<Segment>& block) {
+  const std::uint64_t blocks = map.projection().num_blocks();
+  if (block.size() != 1 || map.regions().size() != 1) return false;
+  const Region& region = map.regions()[0];
+  return region.length == block[0].length * blocks && block[0].base == region.base + block[0].length;
+}
+
+}  // namespace
+
+// The reference's object holds, for each stored layer of the pool, one stride of its tensor at the
+// block's place, layers that overlay each other once.
 void check_vllm_objects(const SegmentMap& map, ProblemList& problems) {
   const Projection& projection = map.projection();
   const auto refuse = [&](std::string path, std::string value, std::string expected) {
-    problems.add(std::move(path), std::move(value), std::move(expected),
-                 "key schema vllm writes the reference's bytes; choose schema kvprism");
+    problems.add(std::move(path), std::move(value), std::move(expected), kHint);
   };
-  if (projection.num_store_groups() > 1) {
-    refuse("schema", std::to_string(projection.num_store_groups()) + " stored groups",
-           "one, because the reference's objects hold the layers of all groups");
-  }
-  if (projection.kv_layout() != "LBHNC" && projection.kv_layout() != "LBNHC") {
-    refuse("kv_layout", projection.kv_layout(), "LBHNC or LBNHC");
-  }
   if (projection.num_store_groups() == 0 || projection.num_blocks() < 3) return;
-  std::vector<Segment> two;
-  const BlockId blocks[] = {BlockId{1}, BlockId{2}};
-  map.append_blocks(projection.group_id(StoreIndex{0}), blocks, two);
-  // Neighbouring blocks merge where the stride is the page.
-  if (two.size() > map.segments_per_block(StoreIndex{0})) {
-    refuse("block_stride", "more than a page", "the page, page_size_padded included");
+  const std::vector<Segment> first = block_of(map, StoreIndex{0}, 1);
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    const std::string path = "groups[" + std::to_string(raw(projection.group_id(index))) + "]";
+    const std::vector<Segment> block = block_of(map, index, 1);
+    if (!same_place(block, first)) {
+      refuse(path, "layers at other places than those of the first stored group",
+             "groups that overlay each other layer by layer, because the reference's objects hold "
+             "the layers of all groups");
+      continue;
+    }
+    const std::vector<Segment> next = block_of(map, index, 2);
+    bool packed = true;
+    for (std::size_t i = 0; i < block.size(); ++i)
+      packed = packed && next[i].base == block[i].base + block[i].length;
+    if (!packed) {
+      refuse("block_stride", "more than a page", "the page, page_size_padded included");
+    } else if (projection.kv_layout().front() == 'B' &&
+               projection.group(index).layers.size() > 1 && !fills_rows(map, block)) {
+      refuse("bytes", "an allocation that is more than its blocks",
+             "rows without gaps from the first byte to the last, in layout " +
+                 projection.kv_layout());
+    }
   }
 }
 

@@ -56,8 +56,8 @@ struct StoreWorkerCounters {
 class KVPRISM_API StoreWorker {
  public:
   // Registers the map's regions with the store. Throws Error with all problems; with key schema
-  // `vllm` also where an object would not have the reference's bytes: several stored groups, a
-  // layout other than LBHNC and LBNHC, a stride that is not the page.
+  // `vllm` also where an object would not have the reference's bytes: stored groups that do not
+  // overlay each other layer by layer, a stride that is not the page, rows with gaps.
   StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
               std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options);
   ~StoreWorker();
