@@ -1,7 +1,8 @@
 // Versions, errors, text and log of the C interface.
 #include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <deque>
+#include <mutex>
 
 #include "c_api/guard.h"
 #include "c_api/handles.h"
@@ -145,8 +146,11 @@ kvprism_status kvprism_set_log_sink(kvprism_log_sink sink, void* context, int32_
       arguments.check();
     }
     if (sink == nullptr) return set_log_sink(nullptr, nullptr, LogLevel::kOff);
-    // Never freed: another thread may be in the sink before this one.
-    auto* const pair = new Sink{sink, context};
+    // Kept for ever: another thread may be in the sink before this one.
+    static std::mutex mutex;
+    static auto* const sinks = new std::deque<Sink>;
+    const std::lock_guard lock(mutex);
+    Sink* const pair = &sinks->emplace_back(Sink{sink, context});
     set_log_sink(
         [](void* both, LogLevel at, std::string_view line) {
           const auto* const to = static_cast<const Sink*>(both);
