@@ -137,7 +137,8 @@ class SimMemoryTest : public testing::TestWithParam<const char*> {
   }
   std::shared_ptr<const Projection> projection;
 };
-INSTANTIATE_TEST_SUITE_P(Layouts, SimMemoryTest, testing::Values("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"));
+INSTANTIATE_TEST_SUITE_P(Layouts, SimMemoryTest,
+                         testing::Values("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"));
 
 TEST_P(SimMemoryTest, OpenPagesMayChangeAndNothingElse) {
   SimMemory memory(*projection, {.guard_bytes = 8, .shadow = true});

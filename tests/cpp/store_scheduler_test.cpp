@@ -1212,9 +1212,9 @@ TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
     for (const JobRecord& job : plan.jobs) report(job.id, JobOutcome::kOk, true);
     return all;
   };
-  EXPECT_THAT(run(RequestId{1}, 66), ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32},
-                                                 Move{0, 2, 3, 48}, Move{0, 3, 4, 64},
-                                                 Move{1, 3, 14, 64}));
+  EXPECT_THAT(run(RequestId{1}, 66),
+              ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48},
+                          Move{0, 3, 4, 64}, Move{1, 3, 14, 64}));
   EXPECT_THAT(run(RequestId{2}, 67), ElementsAre(Move{0, 3, 4, 64}, Move{1, 3, 14, 64}))
       << "its own window's end; the steps before it are known";
   EXPECT_THAT(run(RequestId{3}, 50), ElementsAre(Move{0, 2, 3, 48}, Move{1, 2, 13, 48}));

@@ -537,6 +537,48 @@ TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
   EXPECT_EQ(stored.size(), 5u);
 }
 
+TEST_F(WorkerTest, PartsOfABlockAreTakenWhereHitsMayEndInside) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.hash_block_size = 4;
+  config.cache_hit_alignment_tokens = 4;
+  config.groups = {test::full_group(16), test::ring_group(8), test::mamba_group(16, "second")};
+  std::get<StatePayload>(config.groups[2].spec.payload).shapes = {{kPage}};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  std::vector<CacheTensor> tensors(3);
+  const char* layers[] = {"full", "ring", "second"};
+  for (std::size_t t = 0; t < 3; ++t) {
+    tensors[t].base = memory.data();
+    tensors[t].bytes = memory.size();
+    tensors[t].layers = {layers[t]};
+    tensors[t].layer_stride = 64 * kPage;
+    tensors[t].block_stride = kPage;
+    tensors[t].offset = t * 64 * kPage;
+  }
+  map = SegmentMap::make(projection, tensors);
+  worker = std::make_unique<StoreWorker>(schema, map, store, StoreWorkerOptions{});
+  const auto answer = [&](std::uint32_t group, std::uint32_t mark, std::uint32_t valid) {
+    StepPlan plan = simple(JobKind::kLoad, 2, last_step + 1);
+    plan.runs[0].group = StoreIndex{group};
+    plan.runs[0].valid_tokens_last = valid;
+    plan.mark_tokens[1] = mark;
+    return worker->submit(plan.view(), ReadyToken::host()).refusal;
+  };
+  EXPECT_EQ(answer(0, 28, 12), "");
+  EXPECT_EQ(answer(0, 28, 8), "") << "a hit that ends before the object does";
+  EXPECT_EQ(answer(0, 32, 12), "");
+  EXPECT_EQ(answer(1, 28, 12), "");
+  EXPECT_THAT(answer(0, 30, 12), HasSubstr("runs[0].marks[1] = 30 tokens: expected 32 tokens"));
+  EXPECT_THAT(answer(0, 16, 12), HasSubstr("runs[0].marks[1] = 16 tokens"));
+  EXPECT_THAT(answer(0, 28, 16),
+              HasSubstr("valid_tokens_last = 16: expected up to the 12 tokens of its mark, in "
+                        "units of 4"));
+  EXPECT_THAT(answer(0, 28, 9), HasSubstr("valid_tokens_last = 9"));
+  EXPECT_THAT(answer(0, 28, 0), HasSubstr("valid_tokens_last = 0"));
+  EXPECT_THAT(answer(1, 28, 8), HasSubstr("valid_tokens_last = 8")) << "a state is all or nothing";
+}
+
 TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
   CacheConfig config;
   config.num_blocks = 64;

@@ -29,7 +29,9 @@ SimMemory::~SimMemory() { ::operator delete(base_, std::align_val_t{kAlignment})
 
 void SimMemory::place(const Projection& projection, const SimMemoryOptions& options) {
   const std::string_view layout = projection.kv_layout();
-  const auto inside = [&](char inner, char outer) { return layout.find(inner) > layout.find(outer); };
+  const auto inside = [&](char inner, char outer) {
+    return layout.find(inner) > layout.find(outer);
+  };
   splits_heads_ = inside('L', 'H') || inside('B', 'H');
   heads_first_ = inside('N', 'H');
 
@@ -74,8 +76,8 @@ void SimMemory::place(const Projection& projection, const SimMemoryOptions& opti
       const std::uint64_t first = front_ + layer * layer_stride_;
       const PageShape& shape = pages[layer].shape;
       for (std::uint32_t head = 0; head < (splits_heads_ ? shape.heads : 1); ++head) {
-        parts.push_back({first + head * head_stride_,
-                         pages[layer].bytes / (splits_heads_ ? shape.heads : 1)});
+        parts.push_back(
+            {first + head * head_stride_, pages[layer].bytes / (splits_heads_ ? shape.heads : 1)});
       }
     }
   }

@@ -187,8 +187,7 @@ class WorldRun {
     life_.epoch = random_.next() | 1;
     std::vector<EngineRank> ranks;
     for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
-      const auto memory =
-          std::make_shared<SimMemory>(*projection_, config_.memory);
+      const auto memory = std::make_shared<SimMemory>(*projection_, config_.memory);
       config_.faults.seed = random_.next();
       const auto injector = std::make_shared<FaultInjector>(
           std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);

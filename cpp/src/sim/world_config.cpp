@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <variant>
 #include <utility>
+#include <variant>
 
 namespace kvprism::sim {
 namespace {
@@ -182,9 +182,9 @@ Kinds kinds_of(SeededRandom& random, std::uint32_t small, std::uint32_t large) {
       break;
   }
   static constexpr std::array kAny{
-      "mla_attention",         "hidden_state",   "rswa",
-      "sink_full_attention",   "full_attention", "chunked_local_attention",
-      "sliding_window_mla",    "sliding_window", "mamba"};
+      "mla_attention",       "hidden_state",   "rswa",
+      "sink_full_attention", "full_attention", "chunked_local_attention",
+      "sliding_window_mla",  "sliding_window", "mamba"};
   Kinds kinds{{"circular_buffer", ring}};
   for (std::uint64_t count = random.between(1, 3); count > 0; --count)
     kinds.emplace_back(pick(random, kAny), size());
@@ -279,7 +279,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.reorder_reports = random.chance(1, 3);
   config.erase_objects = random.chance(1, 3);
   if (random.chance(1, 3)) {
-    config.pool.capacity_bytes = random.between(4'000, 40'000);
+    config.pool.capacity_bytes = random.between(8'000, 80'000);
     config.pool.evict = random.chance(1, 2);
   }
   if (random.chance(1, 8))
@@ -309,7 +309,8 @@ WorldConfig make_world_config(std::uint64_t seed) {
 
 std::string WorldConfig::describe() const {
   std::string text =
-      std::to_string(cache.num_blocks) + " blocks" + (cache.parallel.tp > 1 ? ", " + std::to_string(cache.parallel.tp) + " ranks" : "") +
+      std::to_string(cache.num_blocks) + " blocks" +
+      (cache.parallel.tp > 1 ? ", " + std::to_string(cache.parallel.tp) + " ranks" : "") +
       (cache.parallel.dcp > 1 ? " that share tokens:" : ":");
   text += " " + cache.kv_layout;
   for (const GroupConfig& group : cache.groups) {
@@ -333,7 +334,8 @@ std::string WorldConfig::describe() const {
   }
   text += "; budget " + std::to_string(engine.token_budget) + ", running " +
           std::to_string(engine.max_running);
-  text += dashes(memory.split_tensors, "split tensors") + dashes(memory.kernel_blocks, "kernel blocks") +
+  text += dashes(memory.split_tensors, "split tensors") +
+          dashes(memory.kernel_blocks, "kernel blocks") +
           dashes(engine.local_cache, "local cache") +
           dashes(engine.offer_states_late, "late offers") +
           dashes(!engine.aligned_steps, "steps end anywhere") +

@@ -27,10 +27,7 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 
 ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks,
                          std::uint32_t alignment, std::string layout)
-    : groups_(std::move(groups)),
-      ranks_(ranks),
-      alignment_(alignment),
-      layout_(std::move(layout)) {
+    : groups_(std::move(groups)), ranks_(ranks), alignment_(alignment), layout_(std::move(layout)) {
   for (const GroupModel& group : groups_) {
     if (group.stored) stored_.push_back(&group);
   }

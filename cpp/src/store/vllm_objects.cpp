@@ -28,7 +28,8 @@ bool fills_rows(const SegmentMap& map, const std::vector<Segment>& block) {
   const std::uint64_t blocks = map.projection().num_blocks();
   if (block.size() != 1 || map.regions().size() != 1) return false;
   const Region& region = map.regions()[0];
-  return region.length == block[0].length * blocks && block[0].base == region.base + block[0].length;
+  return region.length == block[0].length * blocks &&
+         block[0].base == region.base + block[0].length;
 }
 
 }  // namespace
@@ -57,11 +58,11 @@ void check_vllm_objects(const SegmentMap& map, ProblemList& problems) {
       packed = packed && next[i].base == block[i].base + block[i].length;
     if (!packed) {
       refuse("block_stride", "more than a page", "the page, page_size_padded included");
-    } else if (projection.kv_layout().front() == 'B' &&
-               projection.group(index).layers.size() > 1 && !fills_rows(map, block)) {
-      refuse("bytes", "an allocation that is more than its blocks",
-             "rows without gaps from the first byte to the last, in layout " +
-                 projection.kv_layout());
+    } else if (projection.kv_layout().front() == 'B' && projection.group(index).layers.size() > 1 &&
+               !fills_rows(map, block)) {
+      refuse(
+          "bytes", "an allocation that is more than its blocks",
+          "rows without gaps from the first byte to the last, in layout " + projection.kv_layout());
     }
   }
 }

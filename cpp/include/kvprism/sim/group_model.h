@@ -16,12 +16,12 @@ struct GroupModel {
 
   GroupId id{};
   Kind kind{};
-  bool stored = false;       // by its kind and its membership in transfers
-  std::uint32_t tokens = 0;  // per block; the capacity of a ring
-  std::uint32_t window = 0;  // of a chunk: the tokens of an attention chunk
-  std::uint32_t gap_window = 0;  // generated tokens farther back lose their blocks; 0: none do
-  bool fine = false;         // hits may end inside its blocks
-  std::uint32_t replay = 0;  // of a ring
+  bool stored = false;            // by its kind and its membership in transfers
+  std::uint32_t tokens = 0;       // per block; the capacity of a ring
+  std::uint32_t window = 0;       // of a chunk: the tokens of an attention chunk
+  std::uint32_t gap_window = 0;   // generated tokens farther back lose their blocks; 0: none do
+  bool fine = false;              // hits may end inside its blocks
+  std::uint32_t replay = 0;       // of a ring
   std::vector<PageShape> shapes;  // by layer, of rank 0
   std::vector<std::uint64_t> page_bytes;  // by layer, with padding
 
