@@ -39,7 +39,7 @@ class Cache:
 
 
 def make(rng: random.Random) -> Cache:
-    """Groups that overlay each other in one allocation, as vLLM lays them out, and some that do not."""
+    """Groups that overlay each other in one allocation, as vLLM lays them out, or nearly."""
     layout = rng.choice(LAYOUTS)
     heads, positions, content = rng.choice((1, 2, 3)), rng.choice((2, 4)), rng.choice((2, 3))
     groups = rng.choice((1, 1, 2, 3))
