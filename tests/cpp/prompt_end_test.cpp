@@ -274,6 +274,17 @@ TEST_F(PromptEndTest, AFailedStateRewindsToTheEndBeforeIt) {
   EXPECT_THAT(ended.failed, ElementsAre(FailedBlock{kState, 1, BlockId{32}}));
 }
 
+TEST_F(PromptEndTest, AStateServesNoShorterPrefix) {
+  exists(0, {8, 16, 24, 28});
+  exists(1, {28});
+  look_up(30, 16);
+  const auto job = scheduler->allocated(kRequest, 12, table.get(), now);
+  scheduler->end_step(now);
+  end(*job, JobOutcome::kPartial,
+      {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  EXPECT_EQ(load_end().valid_tokens, 16u) << "the state of 28 tokens is not that of 24";
+}
+
 TEST_F(PromptEndTest, AnObjectThatCannotBeLoadedIsAvoidedForAWhile) {
   exists(0, {8, 16, 24, 28});
   exists(1, {16, 28});

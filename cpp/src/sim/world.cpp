@@ -435,7 +435,7 @@ class WorldRun {
     StoreScheduler& scheduler = *life_.scheduler;
     switch (random_.below(7)) {
       case 6:
-        if (!config_.clean && random_.chance(1, 2)) purge_event();
+        if (!config_.clean) purge_event();
         break;
       case 0: {
         trace("calls for an unknown request");
