@@ -159,6 +159,18 @@ TEST_F(PromptEndTest, WaitsUntilItIsComputed) {
   EXPECT_EQ(moves(compute(28), 0).back(), (Move{0, 3, 14, 28, 4}));
 }
 
+TEST_F(PromptEndTest, WaitsForWhatHasFailedBeforeIt) {
+  scheduler->prompt(kRequest, 30);
+  const JobId steps = compute(16).jobs[0].id;
+  end(steps, JobOutcome::kPartial,
+      {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+  EXPECT_THAT(compute(30).jobs, IsEmpty()) << "behind a hole it is of no use";
+  const StepPlan& plan = compute(48);
+  ASSERT_THAT(plan.jobs, SizeIs(2)) << "the hole is tried again with progress";
+  EXPECT_EQ(moves(plan, 0).front(), (Move{0, 0, 11, 8, 0}));
+  EXPECT_EQ(moves(plan, 1).back(), (Move{0, 3, 14, 28, 4}));
+}
+
 TEST_F(PromptEndTest, IsNotSavedAgainForAWhileByWhoeverSharesIt) {
   scheduler->prompt(kRequest, 30);
   const StepPlan& plan = compute(30);
