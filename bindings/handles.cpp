@@ -85,8 +85,12 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
-                               const StoreSchedulerOptions& options, std::uint32_t width)
-    : hash_width(checked_width(width)), handle_(store), index_(store->take_index()) {
+                               const StoreSchedulerOptions& options, std::uint32_t width,
+                               std::unique_ptr<RunFile> recording)
+    : hash_width(checked_width(width)),
+      handle_(store),
+      index_(store->take_index()),
+      recording_(std::move(recording)) {
   try {
     scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
   } catch (...) {

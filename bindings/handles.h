@@ -16,6 +16,7 @@
 #include "gil_free.h"
 #include "kvprism/backend/fault_injection.h"
 #include "kvprism/backend/pump_thread.h"
+#include "kvprism/backend/run_file.h"
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/layout/segment_map.h"
@@ -75,7 +76,8 @@ struct BoundPlan {
 class BoundScheduler {
  public:
   BoundScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<StoreHandle> store,
-                 const StoreSchedulerOptions& options, std::uint32_t hash_width);
+                 const StoreSchedulerOptions& options, std::uint32_t hash_width,
+                 std::unique_ptr<RunFile> recording);
 
   // Throws Error (kClosed).
   const std::shared_ptr<StoreScheduler>& shared();
@@ -91,6 +93,7 @@ class BoundScheduler {
  private:
   std::shared_ptr<StoreHandle> handle_;
   std::shared_ptr<ObjectIndex> index_;
+  std::unique_ptr<RunFile> recording_;  // outlives the scheduler
   std::shared_ptr<StoreScheduler> scheduler_;
   std::atomic<bool> closed_{false};
 };

@@ -6,6 +6,7 @@
 #include "handles.h"
 #include "ids.h"
 #include "kvprism/base/error.h"
+#include "kvprism/store/replay_run.h"
 
 namespace kvprism::bindings {
 
@@ -186,6 +187,38 @@ Raises:
 }  // namespace
 
 void bind_store_plan(nb::module_& m) {
+  m.def(
+      "replay_run",
+      [](nb::handle data) {
+        const EncodedBytes encoded(data, "recording");
+        ReplayRunResult result;
+        {
+          const GilFree released;
+          result = replay_run(encoded.bytes());
+        }
+        nb::dict out;
+        out["calls"] = result.calls;
+        out["steps"] = result.steps;
+        out["plans"] = result.plans;
+        out["same"] = result.same;
+        out["difference"] = result.difference;
+        out["ignored_bytes"] = result.ignored_bytes;
+        return out;
+      },
+      "recording"_a,
+      nb::sig("def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | bool | "
+              "str]"),
+      R"(Repeats what a StoreScheduler did, from the file that its `record_to` named.
+
+Args:
+    recording: The content of the file.
+
+Returns:
+    "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
+    "difference" otherwise; "ignored_bytes" of a last call that was cut off.
+
+Raises:
+    Error: The bytes are no recording of this version.)");
   bind_step_plan(m);
   bind_tokens_and_ends(m);
 }

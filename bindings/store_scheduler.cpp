@@ -19,6 +19,7 @@
 #include "handles.h"
 #include "ids.h"
 #include "kvprism/backend/clock.h"
+#include "kvprism/backend/run_file.h"
 #include "kvprism/base/error.h"
 
 namespace kvprism::bindings {
@@ -59,6 +60,19 @@ void source_ranges(const Projection& projection, const TokenRange& range,
                                  (range.to + group.tokens_per_block - 1) / group.tokens_per_block}
                       : RowRange{});
   }
+}
+
+nb::dict to_dict(const DurationHistogram& times) {
+  nb::dict out;
+  out["count"] = times.count;
+  out["sum_us"] = times.sum_us;
+  for (std::size_t i = 0; i < times.counts.size(); ++i) {
+    const std::string bound = i < DurationHistogram::kBoundsUs.size()
+                                  ? std::to_string(DurationHistogram::kBoundsUs[i])
+                                  : "inf";
+    out[nb::str(("up_to_us_" + bound).c_str())] = times.counts[i];
+  }
+  return out;
 }
 
 nb::dict to_dict(const StoreSchedulerCounters& c) {
@@ -107,6 +121,11 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["mismatches"] = c.mismatches;
   out["objects_removed"] = c.objects_removed;
   out["removals_failed"] = c.removals_failed;
+  out["health"] = c.health;
+  out["incidents"] = c.incidents;
+  out["lookup_time"] = to_dict(c.lookup_time);
+  out["load_time"] = to_dict(c.load_time);
+  out["save_time"] = to_dict(c.save_time);
   out["purges"] = c.purges;
   out["objects_purged"] = c.objects_purged;
   out["bypasses"] = c.bypasses;
@@ -172,7 +191,9 @@ flat bytes. Both are copied before the call returns.)")
              double quarantine_after_seconds, bool detach_quarantined_loads,
              std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
              double avoid_failed_for_seconds, double purge_settle_seconds,
-             std::uint32_t max_held_percent, std::uint32_t hash_width, bool tell_changes) {
+             std::uint32_t max_held_percent, std::string flight_record_path,
+             const std::optional<std::string>& record_to, std::uint32_t hash_width,
+             bool tell_changes) {
             StoreSchedulerOptions options;
             options.epoch = epoch ? *epoch : random_epoch();
             options.loads = loads;
@@ -194,7 +215,14 @@ flat bytes. Both are copied before the call returns.)")
             options.avoid_failed_for =
                 to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             options.purge_settle = to_duration(purge_settle_seconds, "purge_settle_seconds");
-            new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width);
+            options.flight_record_path = std::move(flight_record_path);
+            std::unique_ptr<RunFile> recording;
+            if (record_to) {
+              recording = std::make_unique<RunFile>(*record_to);
+              options.record = recording->sink();
+            }
+            new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width,
+                                      std::move(recording));
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
           "saves"_a = true, "lookup_timeout_seconds"_a = 0.5, "lookup_fresh_for_seconds"_a = 5.0,
@@ -202,7 +230,8 @@ flat bytes. Both are copied before the call returns.)")
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
           "avoid_failed_for_seconds"_a = 5.0, "purge_settle_seconds"_a = 12.0,
-          "max_held_percent"_a = 100, "hash_width"_a = 32, "tell_changes"_a = false,
+          "max_held_percent"_a = 100, "flight_record_path"_a = "", "record_to"_a = nb::none(),
+          "hash_width"_a = 32, "tell_changes"_a = false,
           R"(Takes the index side of `store`.
 
 Args:
@@ -223,6 +252,8 @@ Args:
     avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
     purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
     max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
+    flight_record_path: File that gets the flight record at a quarantine, a silent rank or a mismatch; "" for the log.
+    record_to: File that gets everything which decides; `kvprism replay-run` repeats it. It holds hashes, no tokens.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
     tell_changes: Keep for `take_changes` what comes and goes.
 
@@ -530,6 +561,23 @@ Returns:
       .def(
           "tracked", [](BoundScheduler& b) { return Use(b)->tracked(); },
           "Requests, jobs and lookups that are remembered; 0 at the end of a clean run.")
+      .def(
+          "health", [](BoundScheduler& b) { return describe(Use(b)->health()); },
+          R"(How the store is doing, as of the last step. Each change is one log line.
+
+Returns:
+    "healthy", "off", or "degraded: " and the reasons.)")
+      .def(
+          "flight_record",
+          [](BoundScheduler& b, std::size_t most) { return Use(b)->flight_record().text(most); },
+          "most"_a = FlightRecorder::kEvents,
+          R"(The last events: seconds before the last one, what happened, and three numbers.
+
+Args:
+    most: At most so many events.
+
+Returns:
+    A line for each, oldest first.)")
       .def(
           "counters",
           [](BoundScheduler& b) {

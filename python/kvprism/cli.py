@@ -22,6 +22,7 @@ COMMANDS = {
         "show what a cache config means and what is wrong with it",
     ),
     "replay": ("kvprism.replay", "replay a trace of requests against a simulated engine"),
+    "replay-run": ("kvprism.replay_run", "repeat the decisions of a recorded scheduler"),
 }
 
 # Usage errors and input that cannot be used, as argparse has it.

@@ -13,6 +13,7 @@
 namespace kvprism {
 
 struct Projection::Impl {
+  CacheConfig config;
   std::uint32_t num_blocks = 0;
   std::string kv_layout;
   std::string key_schema;
@@ -173,6 +174,7 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
   problems.throw_if_any(ErrorCode::kInvalidConfig, "cache config");
 
   auto impl = std::make_unique<Impl>();
+  impl->config = config;
   impl->num_blocks = config.num_blocks;
   impl->kv_layout = config.kv_layout;
   impl->key_schema = config.key_schema;
@@ -221,6 +223,7 @@ std::shared_ptr<const Projection> Projection::make(const CacheConfig& config,
 Projection::Projection(std::unique_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 Projection::~Projection() = default;
 
+const CacheConfig& Projection::config() const noexcept { return impl_->config; }
 std::size_t Projection::num_groups() const noexcept { return impl_->groups.size(); }
 std::size_t Projection::num_transfer_groups() const noexcept { return impl_->transfer.size(); }
 std::size_t Projection::num_store_groups() const noexcept { return impl_->store.size(); }

@@ -27,6 +27,7 @@ struct KeySchema::Impl {
   std::vector<DigestFact> facts;
   std::string fingerprint;
   std::string prefix;
+  KeyFacts given;
   IndexedVector<StoreIndex, Group> groups;
 };
 
@@ -237,6 +238,7 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
   auto impl = std::make_unique<Impl>();
   impl->name = "kvprism";
+  impl->given = facts;
   impl->facts = facts_of(*projection, facts);
   impl->fingerprint = to_hex(detail::hash128(detail::canonical_text(impl->facts)));
   const ParallelSizes& parallel = projection->parallel();
@@ -265,6 +267,7 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
   check(*projection, facts, "vllm", problems);
   auto impl = std::make_unique<Impl>();
   impl->name = "vllm";
+  impl->given = facts;
   const ParallelSizes& parallel = projection->parallel();
   impl->pcp = parallel.pcp;
   const std::string model = base_name(facts.model);
@@ -313,6 +316,7 @@ KeySchema::~KeySchema() = default;
 const Projection& KeySchema::projection() const noexcept { return *impl_->projection; }
 std::string_view KeySchema::name() const noexcept { return impl_->name; }
 const std::string& KeySchema::fingerprint() const noexcept { return impl_->fingerprint; }
+const KeyFacts& KeySchema::key_facts() const noexcept { return impl_->given; }
 const std::string& KeySchema::prefix() const noexcept { return impl_->prefix; }
 const std::vector<DigestFact>& KeySchema::facts() const noexcept { return impl_->facts; }
 

@@ -7,6 +7,7 @@
 
 #include "kvprism/base/error.h"
 #include "kvprism/sim/engine.h"
+#include "kvprism/store/replay_run.h"
 #include "sim/world_config.h"
 #include "sim/world_judge.h"
 
@@ -38,7 +39,8 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "id reused",
                                                                "purge",
                                                                "purge done",
-                                                               "object removed"};
+                                                               "object removed",
+                                                               "run repeated"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";
 }
@@ -64,6 +66,7 @@ namespace {
 using detail::SeededRandom;
 
 constexpr std::uint32_t kDrainTurns = 5000;
+constexpr std::uint64_t kReplayedSeeds = 16;  // one in so many is repeated from its recording
 
 // One engine from its start to its restart. Members go in reverse: the engine first, the memory
 // last.
@@ -204,6 +207,15 @@ class WorldRun {
         nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
     config_.scheduler.epoch = life_.epoch;
     config_.scheduler.ranks = config_.cache.parallel.tp;
+    recording_.clear();
+    if (options_.seed % kReplayedSeeds == 0) {
+      config_.scheduler.record = {[](void* to, std::span<const std::byte> more) {
+                                    auto& all = *static_cast<std::vector<std::byte>*>(to);
+                                    all.insert(all.end(), more.begin(), more.end());
+                                    return true;
+                                  },
+                                  &recording_};
+    }
     life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.index, config_.scheduler);
     life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler,
                                              config_.clean, step_tokens_);
@@ -229,6 +241,11 @@ class WorldRun {
         fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
     }
     life_.index->close_index({});
+    if (!recording_.empty()) {
+      const ReplayRunResult replay = replay_run(recording_);
+      if (!replay.same) fail("replay", replay.difference);
+      count(WorldFault::kReplayed);
+    }
     if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
     channel_.clear();
     queue_.clear();
@@ -583,6 +600,9 @@ class WorldRun {
     }
     if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
     check_purge();
+    // Of one whose request has just been aborted the scheduler knows no key.
+    if (life_.judge->mismatches() >= 4 && life_.scheduler->counters().mismatches == 0)
+      fail("mismatch", "a damaged object is left in its place");
     const std::string references = life_.judge->check_references();
     if (!references.empty()) fail("references", references);
     version_ = pool_->for_each_new_object_since(
@@ -705,6 +725,7 @@ class WorldRun {
   std::vector<FinishedRequest> finished_;
   std::vector<std::string> keys_;
   bool purging_ = false;
+  std::vector<std::byte> recording_;
 };
 
 }  // namespace

@@ -340,6 +340,8 @@ void JobJudge::load_ended(const LoadEnd& end) {
              (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
   }
   ended_loads_.insert(raw(end.job));
+  if (end.complete && overtaken_loads_.contains(raw(end.job)))
+    fail("purge", "load job " + number(raw(end.job)) + " brings what a purge has made void");
   const bool present =
       job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
@@ -358,6 +360,7 @@ void JobJudge::purged() {
   stored_.clear();
   holes_.clear();
   asked_.clear();
+  for (const auto& [job, request] : open_loads_) overtaken_loads_.insert(job);
 }
 
 void JobJudge::forget(RequestId request) {
@@ -439,6 +442,13 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
       // After the scheduler's own bound its answer does not depend on these reports any more.
       const bool counts = now < job.planned_at + options_.save_timeout;
       const bool present = job.generation == generations_[raw(job.request)];
+      // What the ledger has given up as a whole names no chunk.
+      const bool in_time = now < job.planned_at + options_.load_timeout;
+      if (job.kind == JobKind::kLoad && in_time && present && !job.whole) {
+        for (const FailedChunk& chunk : job.failed) {
+          if (static_cast<ItemStatus>(chunk.status) == ItemStatus::kChecksumMismatch) ++mismatches_;
+        }
+      }
       for (Piece& piece : job.pieces) {
         const bool failed =
             std::any_of(job.failed.begin(), job.failed.end(), [&](const FailedChunk& chunk) {

@@ -113,6 +113,8 @@ class JobJudge final : public EngineObserver {
   const std::vector<std::byte>& last_plan() const noexcept { return last_plan_; }
   std::uint64_t jobs() const noexcept { return jobs_.size(); }
   std::uint64_t loads() const noexcept { return num_loads_; }
+  // Damaged chunks that the scheduler has been told of in time, for requests that are there.
+  std::uint64_t mismatches() const noexcept { return mismatches_; }
 
   void hash_made(std::span<const std::uint8_t> hash,
                  std::span<const std::uint32_t> tokens) override;
@@ -177,7 +179,9 @@ class JobJudge final : public EngineObserver {
   std::map<std::uint64_t, Job> jobs_;
   std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
   std::unordered_set<std::uint64_t> ended_loads_;
+  std::unordered_set<std::uint64_t> overtaken_loads_;  // by a purge
   std::uint64_t num_loads_ = 0;
+  std::uint64_t mismatches_ = 0;
   std::unordered_map<std::uint64_t, std::vector<Hole>> holes_;  // by request
   std::unordered_set<std::string> stored_;  // contents that every rank has said to have stored
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;

@@ -53,6 +53,11 @@ void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const Prompt
 }
 
 void StoreScheduler::prompt(RequestId id, std::uint32_t prompt_tokens) {
+  const detail::RecordedCall call(impl_->recorder.get(), detail::RunCall::kPrompt,
+                                  impl_->last_step_at, [&](detail::RunWriter w) {
+                                    w.put(raw(id));
+                                    w.put(prompt_tokens);
+                                  });
   impl_->remember(id).prompt_tokens = prompt_tokens;
 }
 

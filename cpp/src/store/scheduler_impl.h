@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "store/lookup_desk.h"
 #include "store/plan_builder.h"
 #include "store/recent_prefixes.h"
+#include "store/run_recorder.h"
 
 namespace kvprism {
 namespace detail {
@@ -57,16 +60,25 @@ struct Load {
   std::uint32_t local = 0;
   std::uint32_t hit = 0;
   bool reported = false;
-  bool overtaken = false;            // by a purge: what arrives is void
+  bool overtaken = false;  // by a purge: what arrives is void
+  Instant planned_at;
   std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
 };
 
+// A report may name any chunk.
+inline bool moves(const Load& load, StoreIndex group, std::uint32_t chunk) {
+  return std::any_of(load.runs.begin(), load.runs.end(), [&](const RunRecord& run) {
+    return run.group == group && chunk >= run.first_chunk && chunk - run.first_chunk < run.count;
+  });
+}
+
 struct Save {
   RequestId request{};
   std::uint64_t generation = 0;
   TokenRange range;  // empty for hand-offs and ends of prompts
+  Instant planned_at;
   // Of the prefixes that end in the range, one each S tokens; none when a chunk had no source. Of
   // hand-offs: the state marks. Of the end of a prompt: its own.
   bool prompt_end = false;
@@ -116,12 +128,14 @@ struct StoreScheduler::Impl {
        const StoreSchedulerOptions& wanted)
       : schema(std::move(key_schema)),
         options(wanted),
+        recorder(recorder_of(*schema, wanted)),
         search(schema->projection()),
         groups(search.groups()),
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
         fine(search.grid().alignment < step_tokens),
-        desk(schema, std::move(index)),
+        desk(schema, recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
+                              : std::move(index)),
         ledger({wanted.ranks, wanted.quarantine_after}),
         builder(plan),
         saved_prefixes(wanted.saved_fresh_for, 1 << 16),
@@ -132,8 +146,15 @@ struct StoreScheduler::Impl {
     }
   }
 
+  static std::shared_ptr<detail::RunRecorder> recorder_of(const KeySchema& schema,
+                                                          const StoreSchedulerOptions& options) {
+    if (options.record.write == nullptr) return nullptr;
+    return std::make_shared<detail::RunRecorder>(options.record, schema, options);
+  }
+
   std::shared_ptr<const KeySchema> schema;
   StoreSchedulerOptions options;
+  std::shared_ptr<detail::RunRecorder> recorder;  // mostly none
   HitSearch search;
   const std::vector<HitGroup>& groups;  // of the search
   std::vector<SaveRule> save_rules;
@@ -150,6 +171,7 @@ struct StoreScheduler::Impl {
   detail::RecentPrefixes unloadable;  // chunks of groups
   bool plan_taken = false;
   std::uint64_t step = 0;
+  Instant last_step_at;  // for events of calls that are not told the time
   std::uint64_t next_serial = 1;
   std::uint64_t next_generation = 1;
 
@@ -184,6 +206,15 @@ struct StoreScheduler::Impl {
   detail::Removed removed;
   // Chunks whose objects are being removed: once they are gone, a new one may be believed.
   std::vector<std::pair<OpId, std::uint64_t>> condemned;
+
+  FlightRecorder flight;
+  std::vector<std::byte> recorded;  // scratch of the recorder
+  StoreHealth health;
+  bool lookups_fail = false;
+  bool loads_fail = false;
+  bool worker_silent = false;
+  std::array<Instant, 7> reason_seen = never();  // by the reason's bit
+  Instant recorded_at{INT64_MIN / 2};            // the flight, at an incident
 
   const Projection& projection() const { return schema->projection(); }
 
@@ -306,6 +337,14 @@ struct StoreScheduler::Impl {
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
   void settle(Instant now);
+  static std::array<Instant, 7> never() {
+    std::array<Instant, 7> all;
+    all.fill(Instant{INT64_MIN / 2});
+    return all;
+  }
+  void update_health(Instant now);
+  // Something that should not happen: the flight record is told.
+  void incident(std::string_view what, Instant now);
   void begin_purge(Instant now);
   void advance_purge(Instant now);
   void start_purge_pass(Instant now);
@@ -316,7 +355,7 @@ struct StoreScheduler::Impl {
   void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
   void warn_of_silence(const JobEvent& end);
-  void end_load(JobId id, Load& load, const JobEvent& end, bool quiet);
+  void end_load(JobId id, Load& load, const JobEvent& end, bool quiet, Instant now);
   void remember_unloadable(const Load& load, const JobEvent& end, Instant now);
 };
 

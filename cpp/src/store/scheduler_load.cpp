@@ -71,7 +71,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     if (complete_rows) add_last_chunk(request, index, rows[group][last]);
   }
 
-  Load load{id, request.generation, local, hit, false, false, tails, {}, {}};
+  Load load{id, request.generation, local, hit, false, false, now, tails, {}, {}};
   if (complete_rows) {
     const auto blocks = builder.blocks();
     job = ledger.start(JobKind::kLoad, id, blocks,
@@ -98,6 +98,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   loads.emplace(raw(job), std::move(load));
   request.loading = true;
   request.lookup.state = LookupState::kNone;
+  flight.add(now, FlightKind::kLoad, raw(id), raw(job), hit - local);
   ++counters.loads;
   counters.hit_tokens += hit - local;
 }
@@ -114,6 +115,7 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
         status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
       continue;  // the next lookup sees that by itself
     }
+    if (!detail::moves(load, chunk.group, chunk.chunk)) continue;
     const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
     if (tokens / hash_tokens > hash_count(*request)) continue;
     const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
@@ -121,7 +123,8 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
   }
 }
 
-void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet) {
+void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet,
+                                    Instant now) {
   LoadEnd result;
   result.request = load.request;
   result.job = id;
@@ -166,6 +169,17 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   counters.loaded_objects += end.objects;
   counters.loaded_bytes += end.bytes;
   if (!result.complete) ++counters.loads_failed;
+  counters.load_time.add(now - load.planned_at);
+  flight.add(now, FlightKind::kLoadEnd, raw(load.request), raw(id), result.valid_tokens);
+  if (!load.overtaken) {
+    // A lost race is no trouble of the store's.
+    loads_fail = !result.complete &&
+                 (end.whole ||
+                  std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
+                    const auto status = static_cast<ItemStatus>(chunk.status);
+                    return status != ItemStatus::kMissing && status != ItemStatus::kNotReady;
+                  }));
+  }
   if (Request* const request = find(load.request, load.generation)) {
     request->loading = false;
     // What came from the store is in the store; what was local may not be.
@@ -188,6 +202,12 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
 std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t external_tokens,
                                                const BlockRows& rows, Instant now) {
   Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), detail::RunCall::kAllocated, now,
+                            [&](detail::RunWriter w) {
+                              w.put(raw(id));
+                              w.put(external_tokens);
+                              w.rows(rows);
+                            });
   Request* const request = s.find(id);
   if (request == nullptr || request->loading) return std::nullopt;
   Lookup& lookup = request->lookup;
@@ -199,6 +219,7 @@ std::optional<JobId> StoreScheduler::allocated(RequestId id, std::uint32_t exter
   }
   JobId job{};
   s.plan_load(id, *request, rows, now, job);
+  call.result(raw(job));
   return job;
 }
 

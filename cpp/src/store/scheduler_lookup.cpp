@@ -31,11 +31,14 @@ void StoreScheduler::Impl::take_answers(Instant now) {
   for (detail::Answer& answer : answers) {
     Request* const request = find(answer.request);
     if (answer.failed) ++counters.lookups_failed;
+    lookups_fail = answer.failed;
+    flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit, answer.failed ? 1 : 0);
     if (request == nullptr || request->lookup.serial != answer.serial) continue;
     if (request->lookup.state != LookupState::kInFlight) continue;
     request->lookup.state = LookupState::kDone;
     request->lookup.hit = answer.hit;
     request->lookup.tails = std::move(answer.tails);
+    counters.lookup_time.add(now - request->lookup.at);
     request->lookup.at = now;
   }
   answers.clear();
@@ -57,6 +60,7 @@ void StoreScheduler::Impl::send_questions(Instant now) {
     if (keys > kLookupKeysPerCall && !questions.empty()) break;
     lookup.state = LookupState::kInFlight;
     lookup.at = now;
+    flight.add(now, FlightKind::kAsked, raw(id), lookup.asked_local, lookup.max);
     questions.push_back(
         {id, lookup.serial, lookup.asked_local, lookup.probed, lookup.max, hashes_of(*request)});
   }
@@ -69,6 +73,13 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                                     const HashList& hashes, std::uint32_t local_tokens,
                                     Instant now) {
   Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), detail::RunCall::kLookup, now,
+                            [&](detail::RunWriter w) {
+                              w.put(raw(id));
+                              w.put(prompt_tokens);
+                              w.put(local_tokens);
+                              w.hashes(hashes);
+                            });
   // Its end is saved also where nothing is loaded.
   if (s.fine && s.may_save()) s.remember(id).prompt_tokens = prompt_tokens;
   if (!s.may_load()) return {};
@@ -107,10 +118,13 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
     lookup.hit = lookup.asked_local;
     lookup.at = now;
     ++s.counters.lookups_late;
+    s.lookups_fail = true;
   }
   lookup.engine_local = local;
-  if (lookup.state != LookupState::kDone) return {true, 0};
-  return {false, lookup.hit > local ? lookup.hit - local : 0};
+  const bool pending = lookup.state != LookupState::kDone;
+  const LookupResult found{pending, !pending && lookup.hit > local ? lookup.hit - local : 0};
+  call.result(found.pending ? 1 : 0, found.external_tokens);
+  return found;
 }
 
 }  // namespace kvprism

@@ -43,8 +43,10 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   event.whole = true;
   for (auto& [id, load] : loads) {
     load.overtaken = true;
-    if (options.detach_quarantined_loads && !load.reported) end_load(JobId{id}, load, event, false);
+    if (options.detach_quarantined_loads && !load.reported)
+      end_load(JobId{id}, load, event, false, now);
   }
+  flight.add(now, FlightKind::kPurge, static_cast<std::uint64_t>(purge.status.state), 0, 0);
   advance_purge(now);
 }
 
@@ -85,6 +87,8 @@ void StoreScheduler::Impl::take_removed(Instant now) {
       if (!gone) ++counters.removals_failed;
       failed |= !gone;
     }
+    flight.add(now, FlightKind::kRemoved, static_cast<std::uint64_t>(removed.op), objects,
+               failed ? 1 : 0);
     if (!of_purge) {
       counters.objects_removed += objects;
       std::erase_if(condemned, [&](const auto& chunk) {
@@ -116,19 +120,24 @@ void StoreScheduler::Impl::take_removed(Instant now) {
       continue;
     }
     purge.status.state = PurgeState::kDone;
+    flight.add(now, FlightKind::kPurge, static_cast<std::uint64_t>(PurgeState::kDone),
+               purge.status.removed, purge.status.passes);
     log(LogLevel::kInfo, fmt::format("purged {} objects", purge.status.removed));
   }
 }
 
 void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
                                              const JobEvent& end, Instant now) {
+  const std::uint64_t before = counters.mismatches;
   std::vector<std::uint64_t> tags;
   const auto remove = [&](ItemStatus status, bool leased) {
     tags.clear();
     const auto fill = [&](KeySlots& keys) {
       for (const FailedChunk& chunk : end.failed) {
         if (static_cast<ItemStatus>(chunk.status) != status) continue;
+        if (!detail::moves(load, chunk.group, chunk.chunk)) continue;
         ++counters.mismatches;
+        flight.add(now, FlightKind::kMismatch, raw(end.request), raw(chunk.group), chunk.chunk);
         const std::uint32_t first = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
         const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
         if (tokens / hash_tokens > hash_count(request)) continue;
@@ -155,9 +164,14 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load&
   // somebody.
   remove(ItemStatus::kChecksumMismatch, true);
   remove(ItemStatus::kSizeMismatch, false);
+  if (counters.mismatches != before) incident("an object was not what had been stored", now);
 }
 
-void StoreScheduler::purge(Instant now) { impl_->begin_purge(now); }
+void StoreScheduler::purge(Instant now) {
+  const detail::RecordedCall call(impl_->recorder.get(), detail::RunCall::kPurge, now,
+                                  [](detail::RunWriter) {});
+  impl_->begin_purge(now);
+}
 PurgeStatus StoreScheduler::purge_status() const noexcept { return impl_->purge.status; }
 
 }  // namespace kvprism

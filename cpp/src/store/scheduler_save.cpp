@@ -85,8 +85,9 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
       ledger.start(JobKind::kSave, id, blocks, detail::ledger_deadline(now, options.save_timeout));
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
+  flight.add(now, FlightKind::kSave, raw(id), raw(job), range.to);
   ++counters.saves;
-  Save& save = saves.emplace(raw(job), Save{id, generation, range, false, {}, {}}).first->second;
+  Save& save = saves.emplace(raw(job), Save{id, generation, range, now, false, {}, {}}).first->second;
   if (options.tell_changes) note_chunks(save);
   return save;
 }
@@ -174,6 +175,7 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   Save save = std::move(it->second);
   saves.erase(it);
   if (options.tell_changes) tell_stored(save, end);
+  counters.save_time.add(now - save.planned_at);
   counters.saved_objects += end.objects;
   counters.duplicate_objects += end.duplicates;
   counters.saved_bytes += end.bytes;
@@ -248,16 +250,29 @@ StoreScheduler::Impl::SaveDue StoreScheduler::Impl::due(RequestId id, Instant no
 
 TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), detail::RunCall::kWantsSave, now,
+                            [&](detail::RunWriter w) { w.put(raw(id)); });
   const auto [request, steps, end] = s.due(id, now);
-  if (end.proof == 0) return steps;
-  const std::uint32_t from = s.aligned(end.boundary);
-  if (steps.empty()) return {from, end.proof};
-  return {std::min(steps.from, from), std::max(steps.to, end.proof)};
+  TokenRange wanted = steps;
+  if (end.proof != 0) {
+    const std::uint32_t from = s.aligned(end.boundary);
+    wanted = steps.empty() ? TokenRange{from, end.proof}
+                           : TokenRange{std::min(steps.from, from), std::max(steps.to, end.proof)};
+  }
+  call.result(wanted.from, wanted.to);
+  return wanted;
 }
 
 void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows,
                           Instant now) {
   Impl& s = *impl_;
+  const detail::RecordedCall call(s.recorder.get(), detail::RunCall::kSave, now,
+                                  [&](detail::RunWriter w) {
+                                    w.put(raw(id));
+                                    w.put(range.from);
+                                    w.put(range.to);
+                                    w.rows(rows);
+                                  });
   auto [request, steps, end] = s.due(id, now);
   steps.to = std::min(steps.to, s.aligned(range.to));
   if (range.to < end.proof) end = {};
@@ -303,6 +318,13 @@ void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const Toke
 
 void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::uint32_t tokens) {
   Impl& s = *impl_;
+  const detail::RecordedCall call(s.recorder.get(), detail::RunCall::kBoundary, s.last_step_at,
+                                  [&](detail::RunWriter w) {
+                                    w.put(raw(id));
+                                    w.put(raw(group));
+                                    w.put(raw(block));
+                                    w.put(tokens);
+                                  });
   Request* const request = s.find(id);
   const std::optional<StoreIndex> index = s.projection().store_index(group);
   if (!s.may_save() || !index) return;

@@ -14,6 +14,8 @@ namespace kvprism {
 namespace {
 
 using detail::Request;
+using detail::RunCall;
+using detail::RunWriter;
 
 constexpr Duration kLongest{1'000'000'000'000'000'000};  // a sum with a time must not overflow
 
@@ -42,6 +44,7 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
   positive("saved_fresh_for", options.saved_fresh_for);
   positive("avoid_failed_for", options.avoid_failed_for);
   positive("purge_settle", options.purge_settle);
+  positive("healthy_after", options.healthy_after);
   if (options.max_held_percent == 0 || options.max_held_percent > 100) {
     problems.add("max_held_percent", std::to_string(options.max_held_percent), "1 to 100");
   }
@@ -110,6 +113,13 @@ void StoreScheduler::Impl::add_marks(const Request& request) {
 void StoreScheduler::Impl::settle(Instant now) {
   ledger.advance(now);
   while (ledger.take_outcome(event)) {
+    flight.add(now, FlightKind::kOutcome, raw(event.job), static_cast<std::uint64_t>(event.outcome),
+               event.failed.size());
+    worker_silent = event.whole && event.outcome == JobOutcome::kExpired;
+    if (worker_silent) {
+      flight.add(now, FlightKind::kExpired, raw(event.request), raw(event.job));
+      incident("a rank has not told the outcome of a job", now);
+    }
     if (event.kind == JobKind::kSave) {
       end_save(event, now);
     } else if (const auto load = loads.find(raw(event.job)); load != loads.end()) {
@@ -117,6 +127,9 @@ void StoreScheduler::Impl::settle(Instant now) {
     }
   }
   while (ledger.take_quarantined(event)) {
+    flight.add(now, FlightKind::kQuarantine, raw(event.request), raw(event.job),
+               ledger.blocks_held());
+    incident("blocks went to quarantine", now);
     log(LogLevel::kWarning,
         fmt::format("job {} of request {} is not quiet after {} s: its blocks are held until the "
                     "client that moves them is gone",
@@ -125,14 +138,15 @@ void StoreScheduler::Impl::settle(Instant now) {
     const auto load = loads.find(raw(event.job));
     if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported) {
       event.whole = true;  // the bytes may still change, also those that seem to have arrived
-      end_load(event.job, load->second, event, false);
+      end_load(event.job, load->second, event, false, now);
     }
   }
   while (ledger.take_quiet(event)) {
+    flight.add(now, FlightKind::kQuiet, raw(event.job), event.blocks.size());
     released.insert(released.end(), event.blocks.begin(), event.blocks.end());
     const auto load = loads.find(raw(event.job));
     if (load == loads.end()) continue;
-    if (!load->second.reported) end_load(event.job, load->second, event, true);
+    if (!load->second.reported) end_load(event.job, load->second, event, true, now);
     loads.erase(load);
   }
 }
@@ -171,14 +185,30 @@ std::string_view to_string(StoreMode mode) noexcept {
   return "off";
 }
 
-void StoreScheduler::set_mode(StoreMode mode) noexcept { impl_->mode = mode; }
+void StoreScheduler::set_mode(StoreMode mode) noexcept {
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kSetMode, impl_->last_step_at,
+                            [&](RunWriter w) { w.put(static_cast<std::uint8_t>(mode)); });
+  impl_->flight.add(impl_->last_step_at, FlightKind::kMode, static_cast<std::uint64_t>(mode));
+  impl_->mode = mode;
+}
 StoreMode StoreScheduler::mode() const noexcept { return impl_->mode; }
 
 void StoreScheduler::restrict(RequestId id, RequestAccess access) {
+  detail::RecordedCall call(
+      impl_->recorder.get(), RunCall::kRestrict, impl_->last_step_at, [&](RunWriter w) {
+        w.put(raw(id));
+        w.put(static_cast<std::uint8_t>((access.load ? 1 : 0) | (access.save ? 2 : 0)));
+      });
   impl_->remember(id).access = access;
 }
 
 void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens, const HashList& hashes) {
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kAdvanced, impl_->last_step_at,
+                            [&](RunWriter w) {
+                              w.put(raw(id));
+                              w.put(accepted_tokens);
+                              w.hashes(hashes);
+                            });
   Impl& s = *impl_;
   Request& request = s.remember(id);
   s.take_hashes(request, hashes);
@@ -191,8 +221,11 @@ std::uint32_t StoreScheduler::known_hashes(RequestId id) const noexcept {
 }
 
 void StoreScheduler::preempted(RequestId id) {
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kPreempted, impl_->last_step_at,
+                            [&](RunWriter w) { w.put(raw(id)); });
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
+  impl_->flight.add(impl_->last_step_at, FlightKind::kPreempted, raw(id));
   request->accepted = 0;
   if (request->purged) {
     // It is computed anew from its first token, and nothing of it is in the store.
@@ -204,7 +237,12 @@ void StoreScheduler::preempted(RequestId id) {
   request->lookup.state = detail::LookupState::kNone;
 }
 
-void StoreScheduler::finished(RequestId id, FinishReason) {
+void StoreScheduler::finished(RequestId id, FinishReason how) {
+  detail::RecordedCall call(
+      impl_->recorder.get(), RunCall::kFinished, impl_->last_step_at, [&](RunWriter w) {
+        w.put(raw(id));
+        w.put(static_cast<std::uint8_t>(how == FinishReason::kAborted ? 1 : 0));
+      });
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
   const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
@@ -212,11 +250,14 @@ void StoreScheduler::finished(RequestId id, FinishReason) {
       impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
     ++impl_->counters.saves_dropped;
   }
+  impl_->flight.add(impl_->last_step_at, FlightKind::kFinished, raw(id));
   impl_->requests.erase(raw(id));
 }
 
 const StepPlan& StoreScheduler::end_step(Instant now) {
   Impl& s = *impl_;
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kEndStep, now, [](RunWriter) {});
+  s.last_step_at = now;
   s.take_answers(now);
   s.send_questions(now);
   s.settle(now);
@@ -224,13 +265,21 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.advance_purge(now);
   s.begin_plan();
   s.plan_offers(now);
+  s.update_health(now);
   s.plan_taken = true;
   s.plan.step = ++s.step;
+  if (call.wanted()) {
+    encode(s.plan.view(), s.recorded);
+    call.result_of(s.recorded);
+  }
   return s.plan;
 }
 
 void StoreScheduler::report(const WorkerReport& report, Instant now) {
   Impl& s = *impl_;
+  if (s.recorder) encode(report, s.recorded);
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now,
+                            [&](RunWriter w) { w.append(s.recorded.data(), s.recorded.size()); });
   if (report.epoch != s.options.epoch) {
     ++s.counters.reports_foreign;
     return;
@@ -238,10 +287,12 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
   for (const JobReport& job : report.jobs) {
     const auto failed = report.failed_of(job);
     const bool known = std::all_of(failed.begin(), failed.end(), [&](const FailedChunk& chunk) {
-      return raw(chunk.group) < s.groups.size();
+      return raw(chunk.group) < s.groups.size() &&
+             chunk.chunk < UINT32_MAX / s.groups[raw(chunk.group)].chunk_tokens;
     });
     if (!known) {
       ++s.counters.reports_malformed;
+      s.flight.add(now, FlightKind::kReportError, s.counters.reports_malformed);
       continue;
     }
     s.ledger.notice(report.rank, job, failed, now);
@@ -250,11 +301,14 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
 }
 
 void StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now,
+                            [&](RunWriter w) { w.append(bytes.data(), bytes.size()); });
   while (!bytes.empty()) {
     try {
       decode_report(bytes, impl_->incoming);
     } catch (const Error&) {
       ++impl_->counters.reports_malformed;
+      impl_->flight.add(now, FlightKind::kReportError, impl_->counters.reports_malformed);
       return;
     }
     report(impl_->incoming, now);
@@ -262,16 +316,32 @@ void StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
 }
 
 void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {
-  std::move(impl_->load_ends.begin(), impl_->load_ends.end(), std::back_inserter(out));
-  impl_->load_ends.clear();
+  Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), RunCall::kTakeLoadEnds, s.last_step_at,
+                            [](RunWriter) {});
+  if (call.wanted()) {
+    s.recorded.clear();
+    detail::write_load_ends(s.load_ends, s.recorded);
+    call.result_of(s.recorded);
+  }
+  std::move(s.load_ends.begin(), s.load_ends.end(), std::back_inserter(out));
+  s.load_ends.clear();
 }
 void StoreScheduler::take_acquired(std::vector<BlockId>& out) {
-  out.insert(out.end(), impl_->acquired.begin(), impl_->acquired.end());
-  impl_->acquired.clear();
+  Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), RunCall::kTakeAcquired, s.last_step_at,
+                            [](RunWriter) {});
+  if (call.wanted()) call.result_of(std::as_bytes(std::span(s.acquired)));
+  out.insert(out.end(), s.acquired.begin(), s.acquired.end());
+  s.acquired.clear();
 }
 void StoreScheduler::take_released(std::vector<BlockId>& out) {
-  out.insert(out.end(), impl_->released.begin(), impl_->released.end());
-  impl_->released.clear();
+  Impl& s = *impl_;
+  detail::RecordedCall call(s.recorder.get(), RunCall::kTakeReleased, s.last_step_at,
+                            [](RunWriter) {});
+  if (call.wanted()) call.result_of(std::as_bytes(std::span(s.released)));
+  out.insert(out.end(), s.released.begin(), s.released.end());
+  s.released.clear();
 }
 
 bool StoreScheduler::has_pending_work() const noexcept {
@@ -289,6 +359,7 @@ StoreSchedulerCounters StoreScheduler::counters() const noexcept {
   counters.lookup_keys = impl_->desk.counters().keys;
   counters.chunks_avoided = impl_->desk.counters().avoided;
   counters.ledger = impl_->ledger.counters();
+  counters.health = static_cast<std::uint64_t>(impl_->health.state);
   return counters;
 }
 

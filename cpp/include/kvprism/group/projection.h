@@ -72,6 +72,9 @@ class KVPRISM_API Projection : public std::enable_shared_from_this<Projection> {
   Projection(const Projection&) = delete;
   Projection& operator=(const Projection&) = delete;
 
+  // What it was made from.
+  const CacheConfig& config() const noexcept;
+
   std::size_t num_groups() const noexcept;
   std::size_t num_transfer_groups() const noexcept;
   std::size_t num_store_groups() const noexcept;

@@ -103,6 +103,8 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
   const Projection& projection() const noexcept;
   std::string_view name() const noexcept;           // "kvprism" or "vllm"
   const std::string& fingerprint() const noexcept;  // 32 hex digits; empty for schema `vllm`
+  // What it was made from.
+  const KeyFacts& key_facts() const noexcept;
   // What every key begins with, and no key of another namespace or model.
   const std::string& prefix() const noexcept;
   // What a key depends on beside ranks, group and hash.

@@ -40,8 +40,9 @@ enum class WorldFault : std::uint8_t {
   kPurge,          // begun
   kPurged,         // and done
   kObjectRemoved,  // one that was damaged, by the scheduler
+  kReplayed,       // no fault: an engine's run was repeated from its recording
 };
-inline constexpr std::size_t kNumWorldFaults = 26;
+inline constexpr std::size_t kNumWorldFaults = 27;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -101,6 +102,8 @@ struct WorldResult {
 //   purge         when a purge is done, nothing that was stored before it is in the pool, and
 //   nothing
 //                 that requests had computed before it comes back
+//   mismatch      damaged objects are removed
+//   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
 //   engine        no call makes nonsense of the engine's state
 //   oracle        every 128 events and at the end: all that is believed, computed anew

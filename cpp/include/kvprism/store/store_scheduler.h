@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -14,6 +15,8 @@
 #include "kvprism/io/object_store.h"
 #include "kvprism/job/job_ledger.h"
 #include "kvprism/key/key_schema.h"
+#include "kvprism/run/duration_histogram.h"
+#include "kvprism/run/flight_recorder.h"
 #include "kvprism/run/instant.h"
 #include "kvprism/wire/step_plan.h"
 #include "kvprism/wire/worker_report.h"
@@ -50,6 +53,36 @@ struct PurgeStatus {
   bool active() const noexcept { return state != PurgeState::kNone && state != PurgeState::kDone; }
 };
 
+enum class HealthState : std::uint8_t { kHealthy, kDegraded, kOff };
+
+// Why the store is degraded: bits of StoreHealth::reasons.
+enum HealthReason : std::uint32_t {
+  kLookupsFail = 1,    // the last lookup was late or could not be answered
+  kLoadsFail = 2,      // the last load failed, and not because objects had gone meanwhile
+  kSavingPaused = 4,   // the store refused saves: full, away or late
+  kWorkerSilent = 8,   // a rank let the last job to end expire
+  kQuarantine = 16,    // blocks are in quarantine
+  kHoldsTooMuch = 32,  // jobs hold more than max_held_percent
+  kPurging = 64,
+};
+
+struct StoreHealth {
+  HealthState state = HealthState::kHealthy;
+  std::uint32_t reasons = 0;
+
+  bool operator==(const StoreHealth&) const = default;
+};
+
+// "healthy", "off", "degraded: lookups fail, saving is paused".
+KVPRISM_API std::string describe(const StoreHealth& health);
+
+// Where a scheduler's run is recorded. `write` gets whole records, at most once a call of the
+// scheduler, and must not call it; false ends the recording.
+struct RunSink {
+  bool (*write)(void* context, std::span<const std::byte> bytes) = nullptr;
+  void* context = nullptr;
+};
+
 struct StoreSchedulerOptions {
   std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
   std::uint32_t ranks =
@@ -77,6 +110,13 @@ struct StoreSchedulerOptions {
   // How long the store may keep an object that was read or looked up, from the last use by this
   // scheduler's engine: the last pass of a purge begins after it. Mooncake's lease is 10 s.
   Duration purge_settle = seconds(12);
+  // A reason for being degraded is told for at least so long, so that health does not flicker.
+  Duration healthy_after = seconds(5);
+  // The flight record goes to this file at a quarantine, a silent rank or a mismatch, at most once
+  // a minute: some 300 KB, written in the step that learns of it. Empty: its last lines go to the
+  // log.
+  std::string flight_record_path;
+  RunSink record;  // everything that decides; replay_run() repeats it
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
@@ -171,6 +211,11 @@ struct StoreSchedulerCounters {
   std::uint64_t objects_removed =
       0;  // of those, by this scheduler, so that a save can replace them
   std::uint64_t removals_failed = 0;  // keys, and passes of purges
+  std::uint64_t health = 0;           // now: 0 healthy, 1 degraded, 2 off
+  std::uint64_t incidents = 0;        // quarantines, silent ranks, mismatches
+  DurationHistogram lookup_time;      // from the question to its answer
+  DurationHistogram load_time;        // from the plan to the load's end
+  DurationHistogram save_time;        // from the plan to the outcome
   std::uint64_t purges = 0;
   std::uint64_t objects_purged = 0;
   std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
@@ -266,6 +311,10 @@ class KVPRISM_API StoreScheduler {
   bool has_pending_work() const noexcept;
   // Requests, jobs and lookups that are remembered; all 0 at the end of a clean run.
   std::size_t tracked() const noexcept;
+  // As of the last end_step. Each change is one log line.
+  StoreHealth health() const noexcept;
+  // The last events; request and job numbers only, no tokens or keys.
+  const FlightRecorder& flight_record() const noexcept;
   StoreSchedulerCounters counters() const noexcept;
 
  private:

@@ -1,0 +1,31 @@
+"""``kvprism replay-run``: repeats the decisions of a recorded scheduler, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ._core import replay_run
+
+# As cmp and diff have it.
+EXIT_DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's arguments."""
+    parser.add_argument("file", type=Path, help="what StoreScheduler(record_to=...) has written")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    result = replay_run(args.file.read_bytes())
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(f"{result['calls']} calls, {result['steps']} steps, {result['plans']} with a plan")
+        if result["ignored_bytes"]:
+            print(f"{result['ignored_bytes']} bytes of a last call that was cut off were ignored")
+        print("the same" if result["same"] else f"DIFFERENT: {result['difference']}")
+    return 0 if result["same"] else EXIT_DIFFERENT

@@ -1,0 +1,207 @@
+// Health of the store scheduler, and what it tells at an incident.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "kvprism/base/log.h"
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::Rows;
+using test::ScriptedStore;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr RequestId kRequest{3};
+
+class HealthTest : public ::testing::Test {
+ protected:
+  HealthTest() {
+    set_log_sink(
+        [](void* to, LogLevel, std::string_view line) {
+          static_cast<std::vector<std::string>*>(to)->emplace_back(line);
+        },
+        &lines, LogLevel::kInfo);
+  }
+  ~HealthTest() override { set_log_sink(nullptr, nullptr, LogLevel::kOff); }
+
+  void build(StoreSchedulerOptions options = {}) {
+    options.epoch = 9;
+    schema = test::make_schema(test::make_projection({test::full_group(16)}));
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  }
+  std::vector<std::string> health_lines() {
+    std::vector<std::string> found;
+    for (const std::string& line : lines) {
+      if (line.starts_with("the store is ")) found.push_back(line);
+    }
+    return found;
+  }
+  std::string health() const { return describe(scheduler->health()); }
+  void step(Duration later = {}) {
+    now = now + later;
+    scheduler->end_step(now);
+  }
+  // 32 tokens of another prompt each time.
+  JobId save(std::uint8_t salt, RequestId id = kRequest) {
+    const Hashes hashes(2, salt);
+    scheduler->advanced(id, 32, hashes.list());
+    scheduler->save(id, {0, 32}, rows.get(), now);
+    return scheduler->end_step(now).jobs.at(0).id;
+  }
+  void report(JobId job, JobOutcome outcome, bool quiet, std::vector<FailedChunk> failed = {}) {
+    WorkerReport told;
+    told.epoch = 9;
+    JobReport entry;
+    entry.job = job;
+    entry.outcome = outcome;
+    entry.quiet = quiet ? 1 : 0;
+    entry.num_failed = static_cast<std::uint32_t>(failed.size());
+    told.jobs = {entry};
+    told.failed = std::move(failed);
+    scheduler->report(told, now);
+  }
+
+  std::vector<std::string> lines;
+  std::shared_ptr<ScriptedStore> store = std::make_shared<ScriptedStore>();
+  std::shared_ptr<const KeySchema> schema;
+  std::unique_ptr<StoreScheduler> scheduler;
+  const Rows rows{{{1, 2, 3, 4}}};
+  Instant now{seconds(1).ns};
+};
+
+TEST_F(HealthTest, LookupsThatFailAreOneLineAndTheirEndAnother) {
+  build();
+  step();
+  EXPECT_EQ(health(), "healthy");
+  EXPECT_THAT(health_lines(), IsEmpty());
+  for (std::uint64_t id = 1; id <= 5; ++id) {
+    const Hashes hashes(4, 1);
+    scheduler->lookup(RequestId{id}, 65, hashes.list(), 0, now);
+    step();
+    store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kUnavailable));
+    step(milliseconds(10));
+  }
+  EXPECT_EQ(health(), "degraded: lookups fail");
+  EXPECT_EQ(scheduler->counters().health, 1u);
+  const Hashes hashes(4, 2);
+  scheduler->lookup(kRequest, 65, hashes.list(), 0, now);
+  step();
+  store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kMissing));
+  step();
+  EXPECT_EQ(health(), "degraded: lookups fail") << "for a while, so that it does not flicker";
+  step(seconds(5));
+  EXPECT_EQ(health(), "healthy");
+  EXPECT_THAT(health_lines(),
+              ElementsAre("the store is degraded: lookups fail", "the store is healthy"));
+  EXPECT_EQ(scheduler->counters().lookup_time.count, 6u);
+  EXPECT_EQ(scheduler->counters().lookup_time.sum_us, 50'000u);
+}
+
+TEST_F(HealthTest, ReasonsAddUp) {
+  StoreSchedulerOptions options;
+  options.backoff_after = 1;
+  options.backoff = seconds(30);
+  build(options);
+  const JobId full = save(1);
+  report(full, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kNoSpace)}});
+  step();
+  EXPECT_EQ(health(), "degraded: saving is paused");
+  scheduler->purge(now);
+  step();
+  EXPECT_EQ(health(), "degraded: saving is paused, a purge is running");
+  scheduler->set_mode(StoreMode::kOff);
+  step();
+  EXPECT_EQ(health(), "off");
+  EXPECT_EQ(scheduler->counters().health, 2u);
+  EXPECT_EQ(health_lines().back(), "the store is off");
+}
+
+TEST_F(HealthTest, ASilentRankIsAnIncidentWithTheLastEvents) {
+  build();
+  save(1);
+  step(seconds(75));
+  EXPECT_EQ(health(), "degraded: a worker is silent");
+  EXPECT_EQ(scheduler->counters().incidents, 1u);
+  ASSERT_THAT(lines, ::testing::Contains(HasSubstr("a rank has not told the outcome of a job: the "
+                                                   "last events are\n")));
+  EXPECT_THAT(lines[0], HasSubstr("save 3 1 32\n"));
+  EXPECT_THAT(lines[0], HasSubstr("-0.000000 expired 3 1 0\n"));
+  // Then its blocks go to quarantine: another incident, and within a minute of the first no more.
+  const std::size_t told = lines.size();
+  step(seconds(120));
+  EXPECT_EQ(health(), "degraded: a worker is silent, blocks in quarantine");
+  EXPECT_EQ(scheduler->counters().incidents, 2u);
+  EXPECT_GT(lines.size(), told);
+  report(JobId{1}, JobOutcome::kOk, true);
+  step(seconds(5));
+  EXPECT_EQ(health(), "degraded: a worker is silent") << "until it tells an outcome in time";
+  const JobId next = save(2, RequestId{4});
+  report(next, JobOutcome::kOk, true);
+  step(seconds(5));
+  EXPECT_EQ(health(), "healthy");
+}
+
+TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-flight-" + std::to_string(::getpid()));
+  StoreSchedulerOptions options;
+  options.flight_record_path = path.string();
+  options.quarantine_after = seconds(1);
+  build(options);
+  const JobId job = save(1);
+  report(job, JobOutcome::kOk, false);
+  step(seconds(1));
+  EXPECT_THAT(
+      lines,
+      ElementsAre(HasSubstr("blocks went to quarantine: the flight record is in " + path.string()),
+                  HasSubstr("is not quiet after"), HasSubstr("the store is degraded")));
+  const auto content = [&] {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+  };
+  EXPECT_EQ(content(), scheduler->flight_record()
+                           .text(scheduler->flight_record().size())
+                           .substr(0, content().size()));
+  EXPECT_THAT(content(), HasSubstr("quarantine 3 1 2\n"));
+  std::filesystem::remove(path);
+  const JobId second = save(2, RequestId{4});
+  report(second, JobOutcome::kOk, false);
+  step(seconds(1));
+  EXPECT_EQ(scheduler->counters().incidents, 2u);
+  EXPECT_FALSE(std::filesystem::exists(path)) << "within a minute";
+}
+
+TEST_F(HealthTest, ALostRaceIsNoTrouble) {
+  build();
+  for (const ItemStatus status : {ItemStatus::kMissing, ItemStatus::kFailed}) {
+    const RequestId id{status == ItemStatus::kMissing ? 1u : 2u};
+    const Hashes hashes(4, 1);
+    scheduler->lookup(id, 65, hashes.list(), 0, now);
+    step();
+    store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kOk));
+    ASSERT_EQ(scheduler->lookup(id, 65, hashes.list(), 0, now).external_tokens, 64u);
+    const JobId job = *scheduler->allocated(id, 64, rows.get(), now);
+    step(milliseconds(40));
+    report(job, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, 1, static_cast<std::uint32_t>(status)}});
+    step();
+    EXPECT_EQ(health(), status == ItemStatus::kMissing ? "healthy" : "degraded: loads fail");
+  }
+  EXPECT_EQ(scheduler->counters().load_time.count, 2u);
+  EXPECT_EQ(scheduler->counters().load_time.sum_us, 80'000u);
+}
+
+}  // namespace
+}  // namespace kvprism

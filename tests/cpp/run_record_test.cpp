@@ -1,0 +1,221 @@
+// Recordings of a scheduler's run, and their repetition.
+#include "kvprism/store/replay_run.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "kvprism/backend/run_file.h"
+#include "kvprism/base/error.h"
+#include "kvprism/run/flight_recorder.h"
+#include "store_fixtures.h"
+
+namespace kvprism {
+namespace {
+
+using test::Hashes;
+using test::Rows;
+using test::ScriptedStore;
+using ::testing::HasSubstr;
+
+using Bytes = std::vector<std::byte>;
+
+// A request that is looked up, loaded in part, saved and preempted, and a purge.
+void run(const RunSink& sink) {
+  const auto store = std::make_shared<ScriptedStore>();
+  const auto schema =
+      test::make_schema(test::make_projection({test::full_group(16), test::full_group(16, "b")}));
+  StoreSchedulerOptions options;
+  options.epoch = 77;
+  options.record = sink;
+  StoreScheduler scheduler(schema, store, options);
+  const Hashes hashes(8, 1);
+  const Rows rows({{1, 2, 3, 4}, {5, 6, 7, 8}});
+  Instant now{seconds(1).ns};
+  const auto report = [&](JobId job, JobOutcome outcome, std::vector<FailedChunk> failed = {}) {
+    WorkerReport told;
+    told.epoch = 77;
+    JobReport entry;
+    entry.job = job;
+    entry.outcome = outcome;
+    entry.quiet = 1;
+    entry.num_failed = static_cast<std::uint32_t>(failed.size());
+    told.jobs = {entry};
+    told.failed = std::move(failed);
+    scheduler.report(told, now);
+  };
+
+  const RequestId id{5};
+  ASSERT_TRUE(scheduler.lookup(id, 65, hashes.list(), 0, now).pending);
+  scheduler.end_step(now);
+  store->end_lookup(std::vector<ItemStatus>(8, ItemStatus::kOk));
+  now = now + milliseconds(3);
+  ASSERT_EQ(scheduler.lookup(id, 65, hashes.list(), 0, now).external_tokens, 64u);
+  const auto job = scheduler.allocated(id, 64, rows.get(), now);
+  ASSERT_TRUE(job);
+  std::vector<BlockId> ids;
+  scheduler.take_acquired(ids);
+  scheduler.end_step(now);
+  report(*job, JobOutcome::kPartial,
+         {{StoreIndex{1}, 2, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)}});
+  std::vector<LoadEnd> ends;
+  scheduler.take_load_ends(ends);
+  ASSERT_EQ(ends.size(), 1u);
+  ASSERT_EQ(ends[0].valid_tokens, 32u);
+  scheduler.take_released(ids);
+  scheduler.advanced(id, 64, hashes.list());
+  const TokenRange wanted = scheduler.wants_save(id, now);
+  ASSERT_EQ(wanted, (TokenRange{32, 64}));
+  scheduler.save(id, wanted, rows.get(), now);
+  const JobId save = scheduler.end_step(now).jobs.at(0).id;
+  store->end_removal({ItemStatus::kOk, 1});
+  report(save, JobOutcome::kOk);
+  scheduler.preempted(id);
+  scheduler.purge(now);
+  store->end_removal({ItemStatus::kOk, 9});
+  scheduler.end_step(now);
+  scheduler.finished(id, FinishReason::kAborted);
+  scheduler.set_mode(StoreMode::kOff);
+  scheduler.end_step(now);
+}
+
+Bytes recorded() {
+  Bytes bytes;
+  run({[](void* to, std::span<const std::byte> more) {
+         auto& all = *static_cast<Bytes*>(to);
+         all.insert(all.end(), more.begin(), more.end());
+         return true;
+       },
+       &bytes});
+  return bytes;
+}
+
+TEST(RunRecord, ARepetitionDecidesTheSame) {
+  const ReplayRunResult result = replay_run(recorded());
+  EXPECT_TRUE(result.same) << result.difference;
+  EXPECT_EQ(result.steps, 5u);
+  EXPECT_EQ(result.plans, 2u);
+  EXPECT_EQ(result.calls, 20u);
+  EXPECT_EQ(result.ignored_bytes, 0u);
+}
+
+TEST(RunRecord, TheSameRunGivesTheSameBytes) { EXPECT_EQ(recorded(), recorded()); }
+
+TEST(RunRecord, TheFirstDifferenceIsNamed) {
+  Bytes bytes = recorded();
+  // The second lookup's result: {0, 64} at the end of a return record.
+  const std::uint64_t result[2] = {0, 64};
+  const auto* const words = reinterpret_cast<const std::byte*>(result);
+  const auto at = std::search(bytes.begin(), bytes.end(), words, words + sizeof(result));
+  ASSERT_NE(at, bytes.end());
+  at[8] = std::byte{48};
+  const ReplayRunResult found = replay_run(bytes);
+  EXPECT_FALSE(found.same);
+  EXPECT_EQ(found.difference, "call 3, lookup in step 1: it returned 0 30, and now 0 40");
+}
+
+TEST(RunRecord, ACutOffCallIsIgnored) {
+  const Bytes bytes = recorded();
+  std::uint64_t calls = 0;
+  for (std::size_t size = bytes.size(); size >= 8; size -= 8) {
+    try {
+      const ReplayRunResult result = replay_run(std::span(bytes).first(size));
+      EXPECT_TRUE(result.same) << size << ": " << result.difference;
+      EXPECT_LT(result.ignored_bytes, size);
+      calls = std::max(calls, result.calls);
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("a setup record")) << size;
+    }
+  }
+  EXPECT_EQ(calls, 20u);
+}
+
+TEST(RunRecord, EveryDamagedByteIsAnErrorOrADifferenceOrHarmless) {
+  const Bytes bytes = recorded();
+  std::size_t noticed = 0;
+  for (std::size_t at = 0; at < bytes.size(); ++at) {
+    Bytes damaged = bytes;
+    damaged[at] ^= std::byte{0x15};
+    try {
+      if (!replay_run(damaged).same) ++noticed;
+    } catch (const Error&) {
+      ++noticed;
+    }
+  }
+  EXPECT_GT(noticed, bytes.size() / 4);
+}
+
+TEST(RunRecord, WhatIsNoRecordingIsRefused) {
+  Bytes bytes = recorded();
+  const auto error_of = [](std::span<const std::byte> input) -> std::string {
+    try {
+      replay_run(input);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(error_of({}), HasSubstr("a recording, which begins with 8 bytes"));
+  EXPECT_THAT(error_of(std::span(bytes).subspan(8)), HasSubstr("magic"));
+  bytes[4] = std::byte{9};
+  EXPECT_THAT(error_of(bytes), HasSubstr("version = 9: expected 1"));
+}
+
+TEST(RunRecord, AFileTakesIt) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-run-" + std::to_string(::getpid()));
+  {
+    RunFile file(path.string());
+    run(file.sink());
+    // Before it is closed: a crash loses nothing.
+    EXPECT_EQ(std::filesystem::file_size(path), recorded().size());
+  }
+  std::filesystem::remove(path);
+  EXPECT_THROW(RunFile("/nowhere/at/all"), Error);
+}
+
+TEST(RunRecord, ASinkThatTakesNoMoreEndsTheRecording) {
+  int calls = 0;
+  run({[](void* to, std::span<const std::byte>) { return ++*static_cast<int*>(to) < 3; }, &calls});
+  EXPECT_EQ(calls, 3);
+}
+
+TEST(Flight, KeepsTheLastEventsInOrder) {
+  FlightRecorder flight;
+  EXPECT_EQ(flight.size(), 0u);
+  EXPECT_EQ(flight.text(), "");
+  for (std::uint64_t i = 0; i < 5000; ++i)
+    flight.add(Instant{static_cast<std::int64_t>(i) * 1'000'000}, FlightKind::kSave, i, 1, 2);
+  EXPECT_EQ(flight.total(), 5000u);
+  ASSERT_EQ(flight.size(), 4096u);
+  EXPECT_EQ(flight[0].a, 904u);
+  EXPECT_EQ(flight[4095].a, 4999u);
+  EXPECT_EQ(flight.text(2), "-0.001000 save 4998 1 2\n-0.000000 save 4999 1 2\n");
+  const std::string all = flight.text();
+  EXPECT_EQ(std::count(all.begin(), all.end(), '\n'), 4096);
+}
+
+TEST(Flight, EveryKindHasAName) {
+  for (std::size_t kind = 0; kind <= static_cast<std::size_t>(FlightKind::kReportError); ++kind)
+    EXPECT_NE(to_string(static_cast<FlightKind>(kind)), "unknown") << kind;
+}
+
+TEST(Histogram, CountsByUpperBound) {
+  DurationHistogram times;
+  times.add(milliseconds(-1));
+  times.add(Duration{500'000});
+  times.add(Duration{501'000});
+  times.add(milliseconds(1));
+  times.add(seconds(61));
+  EXPECT_EQ(times.counts.front(), 2u);
+  EXPECT_EQ(times.counts[1], 2u);
+  EXPECT_EQ(times.counts.back(), 1u);
+  EXPECT_EQ(times.count, 5u);
+  EXPECT_EQ(times.sum_us, 500u + 501u + 1000u + 61'000'000u);
+}
+
+}  // namespace
+}  // namespace kvprism
