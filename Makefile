@@ -76,8 +76,9 @@ fuzz: ## Fuzz for FUZZ_SECONDS (60)
 soak-mooncake: build ## 100,000 requests against a real Mooncake with a small pool (about 20 min)
 	@$(PYTHON) tests/soak/mooncake_soak.py $(SOAK_ARGS)
 
-soak: build ## The simulation, for long; SOAK_ARGS go to it
+soak: build ## The simulation for 10 minutes, then faults with real processes (another 10); SOAK_ARGS go to the first
 	@build/release/bin/kvprism_simulation --soak $(SOAK_ARGS)
+	@$(PYTHON) tests/soak/faults_soak.py
 
 clean: ## Remove build trees and the virtual environment
 	@rm -rf build .venv dist python/kvprism/_core.pyi .pytest_cache .mypy_cache .ruff_cache .hypothesis

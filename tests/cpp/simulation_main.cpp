@@ -1,7 +1,9 @@
 // Runs many seeds of the simulated world. Usage:
-//   kvprism_simulation [--seeds N] [--events N] [--first-seed N] [--trace] [--soak] [--mutant K]
+//   kvprism_simulation [--seeds N] [--events N] [--first-seed N] [--trace] [--soak] [--seconds N]
+//                      [--mutant K]
 #include <fmt/core.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
@@ -24,6 +26,7 @@ struct Arguments {
   std::uint64_t seeds = 1000;
   std::uint32_t events = 1000;
   std::uint64_t first_seed = 1;
+  std::uint64_t seconds = 0;  // stops beginning seeds after this; 0: when all are done
   bool trace = false;
   bool keep_going = true;
 };
@@ -32,7 +35,7 @@ struct Arguments {
   fmt::print(
       stderr,
       "kvprism_simulation: {}\nusage: kvprism_simulation [--seeds N] [--events N] [--first-seed N] "
-      "[--trace] [--stop-at-first] [--soak] [--mutant K]\n",
+      "[--trace] [--stop-at-first] [--soak] [--seconds N] [--mutant K]\n",
       what);
   std::exit(2);
 }
@@ -61,8 +64,11 @@ Arguments parse(int argc, char** argv) {
     } else if (name == "--stop-at-first") {
       arguments.keep_going = false;
     } else if (name == "--soak") {
-      arguments.seeds = 20'000;
+      arguments.seeds = UINT32_MAX;
       arguments.events = 5'000;
+      arguments.seconds = 600;
+    } else if (name == "--seconds") {
+      arguments.seconds = number(i);
     } else {
       usage("unknown argument " + std::string(name));
     }
@@ -127,6 +133,10 @@ int main(int argc, char** argv) {
   WorldTotals totals;
   std::uint64_t passed = 0;
   std::uint64_t failed = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto seconds_gone = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
   for (std::uint64_t seed = arguments.first_seed; seed < arguments.first_seed + arguments.seeds;
        ++seed) {
     WorldOptions options;
@@ -136,11 +146,14 @@ int main(int argc, char** argv) {
     totals.add(result.totals);
     if (result.passed) {
       ++passed;
-      continue;
+      if (arguments.seconds == 0 || seconds_gone() < static_cast<double>(arguments.seconds))
+        continue;
+      break;
     }
     ++failed;
     if (failed <= 3) print_failure(result, seed, arguments);
     if (!arguments.keep_going) break;
+    if (failed >= 20) break;  // more of them tell nothing new
   }
   fmt::print(
       "{} events, {} requests ({} finished, {} aborted), {} jobs, {} loads, {} objects checked, {} "
@@ -149,6 +162,11 @@ int main(int argc, char** argv) {
       totals.objects_checked, totals.clean_worlds);
   fmt::print("{} tokens computed, {} hit locally, {} hit in the store\n", totals.computed_tokens,
              totals.local_hit_tokens, totals.external_hit_tokens);
+  if (arguments.seconds != 0) {
+    const double minutes = seconds_gone() / 60;
+    fmt::print("{} seeds in {:.1f} minutes, {:.0f} events a minute\n", passed + failed, minutes,
+               static_cast<double>(totals.events) / minutes);
+  }
   const bool all_kinds = print_faults(totals);
   // A handful of seeds says nothing about what never happened.
   if (arguments.seeds >= 100 && failed == 0) {

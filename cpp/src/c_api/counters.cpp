@@ -47,6 +47,14 @@ kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
     visitor(context, "mismatches", c.mismatches);
     visitor(context, "objects_removed", c.objects_removed);
     visitor(context, "removals_failed", c.removals_failed);
+    visitor(context, "health", c.health);
+    visitor(context, "incidents", c.incidents);
+    visitor(context, "lookup_time.count", c.lookup_time.count);
+    visitor(context, "lookup_time.sum_us", c.lookup_time.sum_us);
+    visitor(context, "load_time.count", c.load_time.count);
+    visitor(context, "load_time.sum_us", c.load_time.sum_us);
+    visitor(context, "save_time.count", c.save_time.count);
+    visitor(context, "save_time.sum_us", c.save_time.sum_us);
     visitor(context, "purges", c.purges);
     visitor(context, "objects_purged", c.objects_purged);
     visitor(context, "bypasses", c.bypasses);

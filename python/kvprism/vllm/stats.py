@@ -28,7 +28,23 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "save_chunks_failed": ("save_chunks_failed", "Chunks that could not be stored."),
     "saves_dropped": ("saves_dropped", "Saves left out while saving paused."),
     "bypasses": ("bypasses", "Requests computed after a failed load."),
+    "incidents": ("incidents", "Quarantines, silent ranks and loads with a mismatch."),
+    "mismatches": ("mismatches", "Chunks that were not what had been stored."),
+    "objects_removed": ("objects_removed", "Damaged objects that were removed."),
+    "purges": ("purges", "Purges begun."),
+    "objects_purged": ("objects_purged", "Objects that purges removed."),
+    "lookup_time.count": ("lookups_timed", "Lookups whose duration was measured."),
+    "lookup_time.sum_us": ("lookup_us", "Microseconds from question to answer, together."),
+    "load_time.count": ("loads_timed", "Loads whose duration was measured."),
+    "load_time.sum_us": ("load_us", "Microseconds from a load's plan to its end, together."),
+    "save_time.count": ("saves_timed", "Saves whose duration was measured."),
+    "save_time.sum_us": ("save_us", "Microseconds from a save's plan to its outcome, together."),
     "ledger.quarantined": ("quarantined", "Jobs whose blocks went to quarantine."),
+}
+
+# These also fall: what passes on the way is by how much they have changed, which adds up as well.
+GAUGES: dict[str, tuple[str, str]] = {
+    "health": ("health", "0 healthy, 1 degraded, 2 off."),
 }
 
 
@@ -47,7 +63,11 @@ class StoreStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """For the log: what is not 0."""
-        return {f"kvprism_{name}": value for name, value in self.data.items() if value}
+        return {
+            f"kvprism_{name}": value
+            for name, value in self.data.items()
+            if value and name not in GAUGES
+        }
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
@@ -63,10 +83,10 @@ class Differences:
     def take(self, counters: Mapping[str, Any]) -> StoreStats | None:
         """What has been added; None when nothing."""
         fresh = {}
-        for path in COUNTERS:
+        for path in (*COUNTERS, *GAUGES):
             value: Any = counters
             for part in path.split("."):
-                value = value[part]
+                value = value.get(part, 0) if isinstance(value, Mapping) else 0
             added = value - self._last.get(path, 0)
             if added:
                 fresh[path] = added
@@ -86,10 +106,9 @@ class StoreMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
-        for path, (name, meaning) in COUNTERS.items():
-            metric = self._counter_cls(
-                name=f"vllm:kvprism_{name}", documentation=meaning, labelnames=labelnames
-            )
+        for path, (name, meaning) in (COUNTERS | GAUGES).items():
+            kind = self._gauge_cls if path in GAUGES else self._counter_cls
+            metric = kind(name=f"vllm:kvprism_{name}", documentation=meaning, labelnames=labelnames)
             self._counters[path] = {
                 engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
             }

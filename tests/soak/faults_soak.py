@@ -1,0 +1,195 @@
+"""Long faults with real processes: a network that is cut, storage that stops, a hundred exits.
+
+Each case prints one line with what it has counted; the exit status is 0 only if all held. Needs
+root, for network namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent / "python"
+sys.path.insert(0, str(TESTS))
+
+import kvprism  # noqa: E402
+from kvprism.local_mooncake import LocalMooncake  # noqa: E402
+from mooncake_helpers import SOURCES, TARGETS, Engine, hashes, prompt  # noqa: E402
+
+CLONE_NEWNET = 0x40000000
+CUT_SECONDS = 70.0  # Mooncake gives up after 60
+BOUND_SECONDS = 240.0
+EXITS = 100
+AT_ONCE = 4
+
+
+def set_loopback(state: str) -> None:
+    """Of this process's own network, in which there is nothing else."""
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+
+def enter_network() -> None:
+    """A network of our own, so that cutting it concerns nobody else."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNET), as root only")
+    set_loopback("up")
+
+
+def drain(engine: Engine, begin: float) -> float:
+    """Steps until no job is alive; how long that took."""
+    while engine.scheduler.counters()["ledger"]["alive"]:
+        assert time.monotonic() - begin < BOUND_SECONDS, engine.scheduler.flight_record(40)
+        engine.scheduler.end_step()
+        report = engine.worker.wait(0.2)
+        if report is not None:
+            engine.scheduler.report(report)
+    engine.scheduler.take_acquired()
+    engine.scheduler.take_released()
+    return time.monotonic() - begin
+
+
+def wait(seconds: float, engine: Engine) -> None:
+    """Goes on stepping, as an engine does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        engine.scheduler.end_step()
+        report = engine.worker.wait(0.2)
+        if report is not None:
+            engine.scheduler.report(report)
+
+
+def works_again(engine: Engine, number: int) -> float:
+    """Until a prompt is stored and comes back right; how long that took."""
+    begin = time.monotonic()
+    while True:
+        assert time.monotonic() - begin < BOUND_SECONDS, engine.scheduler.health()
+        engine.end = time.monotonic() + BOUND_SECONDS
+        number += 1
+        if engine.stored(prompt(number)) == 3 and engine.loads_right(prompt(number)):
+            return time.monotonic() - begin
+        engine.worker.wait(0.5)
+
+
+def interrupted(
+    cut: Callable[[LocalMooncake], None], mend: Callable[[LocalMooncake], None], load: bool
+) -> dict[str, Any]:
+    """A load or a save over which something is away for longer than Mooncake waits."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        engine = Engine(mooncake, scheduler={"load_timeout_seconds": 20.0})
+        assert engine.stored(prompt(1)) == 3
+        tokens, guard = prompt(2), engine.memory.copy()
+        if load:
+            request, offered = engine.found(prompt(1))
+            engine.memory[:, TARGETS] = 0
+            assert engine.scheduler.allocated(request, offered, [TARGETS]) is not None
+        else:
+            request = engine.request()
+            engine.scheduler.advanced(request, len(tokens), hashes(tokens))
+            span = engine.scheduler.wants_save(request)
+            assert span is not None
+            engine.scheduler.save(request, span, [SOURCES])
+        plan = engine.scheduler.end_step()
+        cut(mooncake)
+        begin = time.monotonic()
+        assert engine.worker.submit(plan, kvprism.ReadyToken.host())
+        wait(CUT_SECONDS, engine)
+        mend(mooncake)
+        quiet_after = drain(engine, begin)
+        ends = engine.scheduler.take_load_ends()
+        counters = engine.scheduler.counters()
+        if load:
+            (end,) = ends
+            assert end.blocks_quiet
+            right = bool((engine.memory[:, TARGETS] == guard[:, SOURCES]).all())
+            assert right or not end.complete, "told as complete, and the bytes are others"
+        # Nothing may write to what was given back.
+        others = [b for b in range(guard.shape[1]) if b not in TARGETS]
+        assert (engine.memory[:, others] == guard[:, others]).all()
+        engine.scheduler.finished(request)
+        again_after = works_again(engine, 10)
+        assert engine.holds_nothing()
+        found = {
+            "quiet_after_seconds": round(quiet_after, 1),
+            "works_again_after_seconds": round(again_after, 1),
+            "ledger": counters["ledger"],
+            "loads_failed": counters["loads_failed"],
+            "incidents": counters["incidents"],
+            "client": engine.store.counters(),
+        }
+        engine.worker.close(20)
+        engine.scheduler.close(5)
+        return found
+
+
+def exits() -> dict[str, Any]:
+    """The interpreter ends a hundred times, with and without close."""
+    codes: dict[str, int] = {}
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        script = str(TESTS / "process_scripts.py")
+        for first in range(0, EXITS, AT_ONCE):
+            running = [
+                subprocess.Popen(
+                    [sys.executable, script, "leave", mooncake.master, ("close", "open")[n % 2]],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for n in range(first, min(first + AT_ONCE, EXITS))
+            ]
+            for process in running:
+                errors = process.communicate(timeout=120)[1]
+                assert process.returncode == 0, errors
+                assert "terminate" not in errors, errors
+                codes["0"] = codes.get("0", 0) + 1
+    return {"exit_codes": codes}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "network cut during a load": lambda: interrupted(
+        lambda _: set_loopback("down"), lambda _: set_loopback("up"), True
+    ),
+    "network cut during a save": lambda: interrupted(
+        lambda _: set_loopback("down"), lambda _: set_loopback("up"), False
+    ),
+    "storage stopped during a load": lambda: interrupted(
+        LocalMooncake.pause_storage, LocalMooncake.resume_storage, True
+    ),
+    "storage stopped during a save": lambda: interrupted(
+        LocalMooncake.pause_storage, LocalMooncake.resume_storage, False
+    ),
+    "exits": exits,
+}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=list(CASES))
+    args = parser.parse_args()
+    enter_network()
+    failed = 0
+    for name, case in CASES.items():
+        if args.only not in (None, name):
+            continue
+        begin = time.monotonic()
+        try:
+            found = case()
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        print(f"{name}: {json.dumps(found)}", flush=True)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
