@@ -87,7 +87,8 @@ Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
   flight.add(now, FlightKind::kSave, raw(id), raw(job), range.to);
   ++counters.saves;
-  Save& save = saves.emplace(raw(job), Save{id, generation, range, now, false, {}, {}}).first->second;
+  Save& save =
+      saves.emplace(raw(job), Save{id, generation, range, now, false, {}, {}}).first->second;
   if (options.tell_changes) note_chunks(save);
   return save;
 }

@@ -1277,6 +1277,21 @@ def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0
         ArgumentError: An unknown kind of fault, or a chance outside 0 to 1.
     """
 
+def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | bool | str]:
+    """
+    Repeats what a StoreScheduler did, from the file that its `record_to` named.
+
+    Args:
+        recording: The content of the file.
+
+    Returns:
+        "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
+        "difference" otherwise; "ignored_bytes" of a last call that was cut off.
+
+    Raises:
+        Error: The bytes are no recording of this version.
+    """
+
 class StepPlan:
     """
     The jobs of one engine step, from the scheduler to the workers.
@@ -1482,7 +1497,7 @@ class StoreScheduler:
     flat bytes. Both are copied before the call returns.
     """
 
-    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, hash_width: int = 32, tell_changes: bool = False) -> None:
+    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, flight_record_path: str = '', record_to: str | None = None, hash_width: int = 32, tell_changes: bool = False) -> None:
         """
         Takes the index side of `store`.
 
@@ -1504,6 +1519,8 @@ class StoreScheduler:
             avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
             purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
             max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
+            flight_record_path: File that gets the flight record at a quarantine, a silent rank or a mismatch; "" for the log.
+            record_to: File that gets everything which decides; `kvprism replay-run` repeats it. It holds hashes, no tokens.
             hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
             tell_changes: Keep for `take_changes` what comes and goes.
 
@@ -1721,6 +1738,25 @@ class StoreScheduler:
     def tracked(self) -> int:
         """
         Requests, jobs and lookups that are remembered; 0 at the end of a clean run.
+        """
+
+    def health(self) -> str:
+        """
+        How the store is doing, as of the last step. Each change is one log line.
+
+        Returns:
+            "healthy", "off", or "degraded: " and the reasons.
+        """
+
+    def flight_record(self, most: int = 4096) -> str:
+        """
+        The last events: seconds before the last one, what happened, and three numbers.
+
+        Args:
+            most: At most so many events.
+
+        Returns:
+            A line for each, oldest first.
         """
 
     def counters(self) -> dict[str, int | dict[str, int]]:
