@@ -8,6 +8,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -17,6 +19,7 @@
 #include "areas.h"
 #include "converters.h"
 #include "gil_free.h"
+#include "handles.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hash/block_hasher.h"
 
@@ -30,6 +33,12 @@ namespace {
 using HashArray = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<2>>;
 using Item = std::tuple<std::string, std::uint32_t, std::uint32_t>;
 
+// Hashing runs without the GIL, in a buffer of the hasher's own.
+struct BoundHasher {
+  BlockHasher hasher;
+  std::atomic<bool> in_use{false};
+};
+
 BlockHashAlgorithm algorithm_of(const std::string& name) {
   if (const auto found = block_hash_algorithm_from_string(name)) return *found;
   const std::string_view known[] = {to_string(BlockHashAlgorithm::kSha256Cbor),
@@ -38,10 +47,12 @@ BlockHashAlgorithm algorithm_of(const std::string& name) {
        {"algorithm", name, "\"sha256_cbor\" or \"xxhash_cbor\"", suggest(name, known)});
 }
 
-HashArray hashes_of(BlockHasher& hasher, nb::handle tokens, std::uint32_t first,
+HashArray hashes_of(BoundHasher& bound, nb::handle tokens, std::uint32_t first,
                     const nb::bytes& parent,
                     std::optional<std::pair<std::string, std::string>> lora,
                     std::vector<Item> items, std::string cache_salt, nb::handle prompt_embeds) {
+  const ExclusiveUse exclusive(bound.in_use, "block hasher");
+  BlockHasher& hasher = bound.hasher;
   std::vector<std::uint32_t> ids;
   append_tokens(tokens, "tokens", ids);
   HashExtras extras;
@@ -73,14 +84,15 @@ HashArray hashes_of(BlockHasher& hasher, nb::handle tokens, std::uint32_t first,
 }  // namespace
 
 void bind_hash(nb::module_& module) {
-  nb::class_<BlockHasher>(module, "BlockHasher",
+  nb::class_<BoundHasher>(module, "BlockHasher",
                           "Makes block hashes, digest for digest those of vLLM. One thread at a "
                           "time.")
       .def(
           "__init__",
-          [](BlockHasher* self, const std::string& algorithm, std::uint32_t hash_block_size,
+          [](BoundHasher* self, const std::string& algorithm, std::uint32_t hash_block_size,
              std::optional<std::string> seed) {
-            new (self) BlockHasher({algorithm_of(algorithm), hash_block_size, std::move(seed)});
+            new (self) BoundHasher{
+                BlockHasher({algorithm_of(algorithm), hash_block_size, std::move(seed)})};
           },
           "algorithm"_a = "sha256_cbor", nb::kw_only(), "hash_block_size"_a, "seed"_a = nb::none(),
           R"(Prepares an algorithm.
@@ -94,14 +106,17 @@ Args:
 Raises:
     ConfigError: With every problem at once.)")
       .def_prop_ro(
-          "algorithm", [](const BlockHasher& h) { return to_string(h.algorithm()); },
+          "algorithm", [](const BoundHasher& h) { return to_string(h.hasher.algorithm()); },
           "What a key schema calls ``hash_algorithm``.")
-      .def_prop_ro("hash_block_size", &BlockHasher::hash_block_size, "Tokens per hash.")
-      .def_prop_ro("width", &BlockHasher::width, "Bytes of a hash.")
+      .def_prop_ro(
+          "hash_block_size", [](const BoundHasher& h) { return h.hasher.hash_block_size(); },
+          "Tokens per hash.")
+      .def_prop_ro(
+          "width", [](const BoundHasher& h) { return h.hasher.width(); }, "Bytes of a hash.")
       .def_prop_ro(
           "none_hash",
-          [](const BlockHasher& h) {
-            const auto hash = h.none_hash();
+          [](const BoundHasher& h) {
+            const auto hash = h.hasher.none_hash();
             return nb::bytes(hash.data(), hash.size());
           },
           "The hash of the empty prefix.")
@@ -128,7 +143,7 @@ Returns:
     Array of shape (units, ``width``).
 
 Raises:
-    ArgumentError: With every problem at once.)");
+    ArgumentError: With every problem at once, or because another thread is in this call.)");
 }
 
 }  // namespace kvprism::bindings

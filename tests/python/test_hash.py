@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,31 @@ def test_embeddings_are_rows() -> None:
     hasher = BlockHasher(hash_block_size=2)
     with pytest.raises(kvprism.ArgumentError, match="expected a contiguous array"):
         hasher.hashes([0, 0], prompt_embeds=np.zeros(8))
+
+
+def test_two_threads_do_not_share_a_hasher() -> None:
+    hasher = BlockHasher(hash_block_size=16)
+    many, few = np.arange(4_000_000, dtype=np.int32), np.arange(32, dtype=np.int32)
+    expected = [BlockHasher(hash_block_size=16).hashes(tokens).tobytes() for tokens in (many, few)]
+    refused: set[str] = set()
+
+    def hashes(tokens: np.ndarray[Any, Any]) -> bytes | None:
+        try:
+            return hasher.hashes(tokens).tobytes()
+        except kvprism.ArgumentError as error:
+            refused.add(str(error))
+            return None
+
+    for _ in range(20):
+        long: list[bytes | None] = []
+        thread = threading.Thread(target=lambda answers=long: answers.append(hashes(many)))
+        thread.start()
+        while thread.is_alive():
+            assert hashes(few) in (expected[1], None)
+        assert long[0] in (expected[0], None)
+        if refused:
+            break
+    assert refused == {"block hasher: thread = a second one: expected one call at a time"}
 
 
 def test_a_scheduler_takes_them() -> None:

@@ -637,7 +637,7 @@ class BlockHasher:
             Array of shape (units, ``width``).
 
         Raises:
-            ArgumentError: With every problem at once.
+            ArgumentError: With every problem at once, or because another thread is in this call.
         """
 
 class HitGroup:
