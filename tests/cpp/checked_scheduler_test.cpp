@@ -2,6 +2,8 @@
 
 #include <gmock/gmock.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,6 +22,19 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 constexpr RequestId kRequest{7};
+
+// Calls somebody when it is asked, which is in the middle of a scheduler's end_step.
+class CallingIndex final : public ObjectIndex {
+ public:
+  bool start_exists(OpId, std::unique_ptr<ObjectBatch>&, Instant, Instant) override {
+    call();
+    return false;
+  }
+  bool poll_index(Instant, Completion&) override { return false; }
+  CloseReport close_index(Duration) override { return {}; }
+
+  std::function<void()> call;
+};
 
 // Full attention and states, both of 16 tokens, in memory that loads can write to.
 class CheckedSchedulerTest : public ::testing::Test {
@@ -109,17 +124,20 @@ TEST_F(CheckedSchedulerTest, AnEngineThatKeepsTheOrderSeesNothing) {
 TEST_F(CheckedSchedulerTest, LoadsOnlyWhatALookupOffered) {
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, others_.get(), now_); }),
             "scheduler call: allocated(request 7) = 32 tokens to load, no answer of a lookup: "
-            "expected at most what the last lookup of this request offered");
+            "expected all that the last lookup of this request offered, or 0");
   save_two_blocks(RequestId{1});
   scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 16, others_.get(), now_); }),
             "scheduler call: allocated(request 7) = 16 tokens to load, no answer of a lookup: "
-            "expected at most what the last lookup of this request offered");
+            "expected all that the last lookup of this request offered, or 0");
   step();
   scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 48, others_.get(), now_); }),
             "scheduler call: allocated(request 7) = 48 tokens to load, 32 tokens offered: "
-            "expected at most what the last lookup of this request offered");
+            "expected all that the last lookup of this request offered, or 0");
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 16, others_.get(), now_); }),
+            "scheduler call: allocated(request 7) = 16 tokens to load, 32 tokens offered: "
+            "expected all that the last lookup of this request offered, or 0");
   const Rows one_row({{5, 6}});
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, one_row.get(), now_); }),
             "scheduler call: allocated(request 7) = 1 block tables: expected 2, one for every "
@@ -128,6 +146,10 @@ TEST_F(CheckedSchedulerTest, LoadsOnlyWhatALookupOffered) {
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, short_row.get(), now_); }),
             "scheduler call: allocated(request 7) = a table of 1 blocks for group 1: expected at "
             "least 2 blocks, for 32 tokens");
+  EXPECT_FALSE(scheduler_.allocated(kRequest, 0, others_.get(), now_));
+  EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, others_.get(), now_); }),
+            "scheduler call: allocated(request 7) = 32 tokens to load, no answer of a lookup: "
+            "expected all that the last lookup of this request offered, or 0");
 }
 
 TEST_F(CheckedSchedulerTest, ARequestThatLoadsIsLeftAlone) {
@@ -211,10 +233,38 @@ TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
   EXPECT_EQ(refusal([&] { scheduler_.wants_save(kRequest, Instant{4000}); }),
             "scheduler call: wants_save(request 7) = now is 4000 ns: expected at least 5000 ns, "
             "the time of an earlier call");
+  EXPECT_EQ(refusal([&] { scheduler_.purge(Instant{4000}); }),
+            "scheduler call: purge = now is 4000 ns: expected at least 5000 ns, the time of an "
+            "earlier call");
+  EXPECT_EQ(scheduler_.purge_status().state, PurgeState::kNone);
   const std::vector<std::byte> rubbish(24);
   EXPECT_EQ(refusal([&] { scheduler_.report(rubbish, Instant{5000}); }),
             "scheduler call: report = 24 bytes that cannot be read: expected reports as "
             "StoreWorker::poll gave them, one behind the other");
+}
+
+TEST_F(CheckedSchedulerTest, OneCallAtATime) {
+  const auto index = std::make_shared<CallingIndex>();
+  CheckedScheduler scheduler(schema_, index, {.epoch = 1, .tell_changes = true});
+  std::vector<std::string> refusals;
+  std::vector<StoreChange> changes;
+  index->call = [&] {
+    refusals = {refusal([&] { scheduler.set_mode(StoreMode::kOff); }),
+                refusal([&] { scheduler.purge(now_); }),
+                refusal([&] { scheduler.restrict(kRequest, {}); }),
+                refusal([&] { scheduler.prompt(kRequest, 40); }),
+                refusal([&] { scheduler.take_changes(changes); })};
+  };
+  scheduler.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  scheduler.end_step(now_);
+  const auto message = [](const std::string& call) {
+    return "scheduler call: " + call +
+           " = another call is running: expected one call at a time, from the engine's thread";
+  };
+  EXPECT_THAT(refusals, ElementsAre(message("set_mode"), message("purge"), message("restrict"),
+                                    message("prompt"), message("take_changes")));
+  EXPECT_EQ(scheduler.mode(), StoreMode::kReadWrite);
+  EXPECT_EQ(scheduler.purge_status().state, PurgeState::kNone);
 }
 
 }  // namespace

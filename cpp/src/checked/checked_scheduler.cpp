@@ -51,6 +51,11 @@ class CheckedScheduler::Call {
 
   State& state() const { return *scheduler_.state_; }
   Known& known() const { return state().requests[raw(*request_)]; }
+  // Null for a request that no lookup has named: nothing is remembered of it.
+  Known* find() const {
+    const auto found = state().requests.find(raw(*request_));
+    return found == state().requests.end() ? nullptr : &found->second;
+  }
 
   [[noreturn]] void refuse(std::string value, std::string expected) const {
     std::string path = name_;
@@ -66,9 +71,9 @@ class CheckedScheduler::Call {
     state().latest = now;
   }
   void needs_no_load() const {
-    const auto found = state().requests.find(raw(*request_));
-    if (found == state().requests.end() || !found->second.loading) return;
-    refuse(fmt::format("waiting for load {}", raw(*found->second.loading)),
+    const Known* const request = find();
+    if (request == nullptr || !request->loading) return;
+    refuse(fmt::format("waiting for load {}", raw(*request->loading)),
            "the job's LoadEnd first: until then its blocks belong to the load");
   }
   void needs_rows(const BlockRows& rows) const {
@@ -112,6 +117,27 @@ CheckedScheduler::CheckedScheduler(std::shared_ptr<const KeySchema> schema,
       state_(std::make_unique<State>()) {}
 CheckedScheduler::~CheckedScheduler() = default;
 
+void CheckedScheduler::set_mode(StoreMode mode) {
+  const Call call(*this, "set_mode");
+  StoreScheduler::set_mode(mode);
+}
+
+void CheckedScheduler::purge(Instant now) {
+  const Call call(*this, "purge");
+  call.at(now);
+  StoreScheduler::purge(now);
+}
+
+void CheckedScheduler::restrict(RequestId request, RequestAccess access) {
+  const Call call(*this, "restrict", request);
+  StoreScheduler::restrict(request, access);
+}
+
+void CheckedScheduler::prompt(RequestId request, std::uint32_t prompt_tokens) {
+  const Call call(*this, "prompt", request);
+  StoreScheduler::prompt(request, prompt_tokens);
+}
+
 LookupResult CheckedScheduler::lookup(RequestId request, std::uint32_t prompt_tokens,
                                       const HashList& hashes, std::uint32_t local_tokens,
                                       Instant now) {
@@ -138,16 +164,17 @@ std::optional<JobId> CheckedScheduler::allocated(RequestId request, std::uint32_
   const Call call(*this, "allocated", request);
   call.at(now);
   call.needs_no_load();
+  Known* const known = call.find();
   if (external_tokens != 0) {
-    Known& known = call.known();
-    if (!known.answered || external_tokens > known.offered) {
+    const bool answered = known != nullptr && known->answered;
+    if (!answered || external_tokens != known->offered) {
       call.refuse(fmt::format("{} to load, {}", tokens(external_tokens),
-                              known.answered ? tokens(known.offered) + " offered"
-                                             : std::string("no answer of a lookup")),
-                  "at most what the last lookup of this request offered");
+                              answered ? tokens(known->offered) + " offered"
+                                       : std::string("no answer of a lookup")),
+                  "all that the last lookup of this request offered, or 0");
     }
     call.needs_rows(rows);
-    const std::uint32_t end = known.local + external_tokens;
+    const std::uint32_t end = known->local + external_tokens;
     for (const StoreIndex index : indices<StoreIndex>(projection().num_store_groups())) {
       const ResolvedGroup& group = projection().group(index);
       const std::uint32_t blocks = (end + group.tokens_per_block - 1) / group.tokens_per_block;
@@ -160,7 +187,10 @@ std::optional<JobId> CheckedScheduler::allocated(RequestId request, std::uint32_
   }
   const std::optional<JobId> job = StoreScheduler::allocated(request, external_tokens, rows, now);
   call.drain_acquired();
-  if (job) call.known().loading = job;
+  if (known != nullptr) {
+    known->answered = false;  // it is used up, or not wanted
+    known->loading = job;
+  }
   return job;
 }
 
@@ -220,7 +250,7 @@ void CheckedScheduler::preempted(RequestId request) {
   const Call call(*this, "preempted", request);
   call.needs_acquired_taken();
   StoreScheduler::preempted(request);
-  call.known().answered = false;
+  if (Known* const known = call.find()) known->answered = false;
 }
 
 void CheckedScheduler::finished(RequestId request, FinishReason how) {
@@ -267,6 +297,11 @@ void CheckedScheduler::take_load_ends(std::vector<LoadEnd>& out) {
     if (found != call.state().requests.end() && found->second.loading == out[i].job)
       found->second.loading.reset();
   }
+}
+
+void CheckedScheduler::take_changes(std::vector<StoreChange>& out) {
+  const Call call(*this, "take_changes");
+  StoreScheduler::take_changes(out);
 }
 
 void CheckedScheduler::take_acquired(std::vector<BlockId>& out) {

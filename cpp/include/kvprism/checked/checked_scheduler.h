@@ -18,8 +18,8 @@ namespace kvprism {
 // throws Error (kInvalidArgument) that names the call, its request, the state and what was
 // expected, and does nothing, but for hashes of another prefix, which have replaced the request's:
 //
-//   allocated of more tokens than the last lookup offered, without an answer, or with tables too
-//     short for them
+//   allocated of other than all tokens that the last lookup offered, or 0; without an answer, or
+//     with tables too short for them
 //   lookup, allocated, advanced, save while the request waits for a load
 //   a lookup off the grid of S; hashes that do not continue those that are known
 //   save of tokens that wants_save did not offer; save and allocated without a row for every group
@@ -36,6 +36,10 @@ class KVPRISM_API CheckedScheduler : public StoreScheduler {
                    const StoreSchedulerOptions& options);
   ~CheckedScheduler();
 
+  void set_mode(StoreMode mode);
+  void purge(Instant now);
+  void restrict(RequestId request, RequestAccess access);
+  void prompt(RequestId request, std::uint32_t prompt_tokens);
   LookupResult lookup(RequestId request, std::uint32_t prompt_tokens, const HashList& hashes,
                       std::uint32_t local_tokens, Instant now);
   std::optional<JobId> allocated(RequestId request, std::uint32_t external_tokens,
@@ -50,6 +54,7 @@ class KVPRISM_API CheckedScheduler : public StoreScheduler {
   void report(std::span<const std::byte> bytes, Instant now);
   void report(const WorkerReport& report, Instant now);
   void take_load_ends(std::vector<LoadEnd>& out);
+  void take_changes(std::vector<StoreChange>& out);
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
 
