@@ -80,10 +80,10 @@ static void open_engine(Engine* engine, const kvprism_memory_pool* pool, const c
 
 static void close_engine(Engine* engine) {
   uint64_t unquiet = 1;
-  OK(kvprism_worker_close(engine->worker, kvprism_now(), 5 * kSecond, &unquiet, &error));
+  OK(kvprism_worker_close(engine->worker, kvprism_now(), INT64_MAX, &unquiet, &error));
   CHECK(unquiet == 0);
   unquiet = 1;
-  OK(kvprism_store_close(engine->store, 5 * kSecond, &unquiet, &error));
+  OK(kvprism_store_close(engine->store, INT64_MAX, &unquiet, &error));
   CHECK(unquiet == 0);
   kvprism_worker_free(engine->worker);
   kvprism_scheduler_free(engine->scheduler);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -153,12 +154,14 @@ class SilentStore final : public ObjectStore {
   }
   bool poll_store(Instant, Completion&) override { return false; }
   CloseReport close_store(Duration) override {
+    closing = true;
     while (hang_in_close) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ++closed;
     return {1, {OpId{1}}};
   }
 
   std::atomic<int> closed{0};
+  std::atomic<bool> closing{false};
   std::atomic<bool> hang_in_close{false};
 
  private:
@@ -189,7 +192,7 @@ TEST(WakeSignal, EndsASleepOfAnotherThread) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     wakeup.call(wakeup.context);
   });
-  EXPECT_TRUE(signal.wait(seconds(60)));
+  EXPECT_TRUE(signal.wait({std::numeric_limits<std::int64_t>::max()}));
   other.join();
 }
 
@@ -317,6 +320,27 @@ TEST(PumpThread, StopIsBoundedWhenTheStoreDoesNotComeBack) {
   store->hang_in_close = false;
   while (store->closed.load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
+TEST(PumpThread, TheLongestWaitsAreNotTheShortest) {
+  constexpr Duration kLongest{std::numeric_limits<std::int64_t>::max()};
+  const auto store = std::make_shared<SilentStore>();
+  store->hang_in_close = true;
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store, {kLongest, kLongest});
+  std::atomic<bool> moved{false};
+  std::atomic<int> closed{-1};
+  std::thread waiter([&] { moved = pump.wait_moved(pump.moves(), kLongest); });
+  std::thread stopper([&] {
+    pump.stop(kLongest);
+    closed = store->closed.load();
+  });
+  while (!store->closing) std::this_thread::yield();
+  store->hang_in_close = false;
+  waiter.join();
+  stopper.join();
+  EXPECT_TRUE(moved) << "nothing was waited for";
+  EXPECT_EQ(closed, 1) << "stop has waited for the store";
 }
 
 TEST(PumpThread, ManyThreadsSubmitAndPoll) {

@@ -250,8 +250,9 @@ KVPRISM_API kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_opt
 /* Such as "mooncake 0.3.13.post1 tcp". */
 KVPRISM_API kvprism_status kvprism_store_name(const kvprism_store* store, char** name,
                                               kvprism_error** error);
-/* After its worker is closed. Waits for at most `budget_ns`; `unquiet` counts operations that may
-   still touch memory, which must then stay mapped until the process ends. */
+/* After its worker is closed. Waits for at most `budget_ns`, lookups and transfers together; below 0
+   is 0. `unquiet` counts operations that may still touch memory, which must then stay mapped until
+   the process ends. */
 KVPRISM_API kvprism_status kvprism_store_close(kvprism_store* store, int64_t budget_ns,
                                                uint64_t* unquiet, kvprism_error** error);
 KVPRISM_API void kvprism_store_free(kvprism_store* store);
@@ -448,7 +449,9 @@ KVPRISM_API kvprism_status kvprism_worker_wait(kvprism_worker* worker, int64_t l
 /* Of workers without a pump thread: starts and ends calls, and does not wait. */
 KVPRISM_API kvprism_status kvprism_worker_pump(kvprism_worker* worker, int64_t now_ns, bool* moved,
                                                kvprism_error** error);
-/* Nothing new is started; waits for at most `budget_ns`. `unquiet` as in kvprism_store_close. */
+/* Nothing new is started; waits for at most `budget_ns`, and a second longer for a pump thread that
+   does not come back: it is left behind, and counts as unquiet. `unquiet` as in
+   kvprism_store_close. */
 KVPRISM_API kvprism_status kvprism_worker_close(kvprism_worker* worker, int64_t now_ns,
                                                 int64_t budget_ns, uint64_t* unquiet,
                                                 kvprism_error** error);

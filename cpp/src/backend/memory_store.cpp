@@ -355,9 +355,8 @@ struct MemoryStore::Impl {
   CloseReport close(Side& side, Duration budget) {
     if (side.closed) return {};
     side.closed = true;
-    const Instant end = side.latest + budget;
     for (Operation& operation : side.operations) {
-      if (operation.due > end) settle(operation, ItemStatus::kCancelled);
+      if (operation.due - side.latest > budget) settle(operation, ItemStatus::kCancelled);
       operation.due = operation.started;  // told at the next poll
     }
     return {};

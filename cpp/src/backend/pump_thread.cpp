@@ -2,7 +2,7 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "backend/bounded_wait.h"
 #include "backend/native_thread.h"
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/wake_signal.h"
@@ -117,7 +118,7 @@ std::uint64_t PumpThread::moves() const noexcept {
 
 bool PumpThread::wait_moved(std::uint64_t seen, Duration longest) const {
   std::unique_lock lock(state_->mutex);
-  return state_->changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
+  return state_->changed.wait_for(lock, detail::bounded(longest),
                                   [&] { return state_->moves != seen || state_->ended; });
 }
 
@@ -130,7 +131,7 @@ CloseReport PumpThread::stop(Duration budget) {
   State& state = *state_;
   {
     const std::lock_guard lock(state.mutex);
-    if (!state.stopping) state.budget = budget;
+    if (!state.stopping) state.budget = std::clamp(budget, Duration{}, detail::kLongestWait);
     state.stopping = true;
   }
   state.signal.notify();
@@ -138,8 +139,8 @@ CloseReport PumpThread::stop(Duration budget) {
   const std::lock_guard turn(handle_->mutex);
   std::unique_lock lock(state.mutex);
   const Duration longest = handle_->left_behind ? Duration{} : state.budget + kGrace;
-  const bool ended = state.changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
-                                            [&] { return state.ended; });
+  const bool ended =
+      state.changed.wait_for(lock, detail::bounded(longest), [&] { return state.ended; });
   CloseReport report = state.report;
   lock.unlock();
   if (handle_->thread.joinable()) ended ? handle_->thread.join() : handle_->thread.detach();

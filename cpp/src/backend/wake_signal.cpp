@@ -1,10 +1,11 @@
 #include "kvprism/backend/wake_signal.h"
 
-#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <vector>
+
+#include "backend/bounded_wait.h"
 
 namespace kvprism {
 
@@ -71,8 +72,7 @@ void WakeSignal::notify() noexcept { cell_->notify(); }
 
 bool WakeSignal::wait(Duration longest) noexcept {
   std::unique_lock lock(cell_->mutex);
-  cell_->changed.wait_for(lock, std::chrono::nanoseconds(longest.ns),
-                          [&] { return cell_->notified; });
+  cell_->changed.wait_for(lock, detail::bounded(longest), [&] { return cell_->notified; });
   const bool notified = cell_->notified;
   cell_->notified = false;
   return notified;

@@ -1,4 +1,6 @@
 // Stores of the C interface.
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -7,6 +9,7 @@
 #include "c_api/guard.h"
 #include "c_api/handles.h"
 #include "kvprism/backend/blocking_store.h"
+#include "kvprism/backend/clock.h"
 #include "kvprism/backend/mooncake_client.h"
 
 using namespace kvprism;         // NOLINT(google-build-using-namespace): functions outside of any
@@ -142,8 +145,11 @@ kvprism_status kvprism_store_close(kvprism_store* store, int64_t budget_ns, uint
     arguments.need(store, "store");
     arguments.need(unquiet, "unquiet");
     arguments.check();
-    const CloseReport lookups = store->index->close_index(Duration{budget_ns});
-    *unquiet = lookups.unquiet + store->store->close_store(Duration{budget_ns}).unquiet;
+    const Duration budget{std::max<std::int64_t>(budget_ns, 0)};
+    const Instant begin = monotonic_now();
+    const CloseReport lookups = store->index->close_index(budget);
+    const Duration left = std::max(Duration{}, budget - (monotonic_now() - begin));
+    *unquiet = lookups.unquiet + store->store->close_store(left).unquiet;
   });
 }
 

@@ -40,7 +40,8 @@ class KVPRISM_API PumpThread {
   bool wait_moved(std::uint64_t seen, Duration longest) const;
 
   // Closes the worker with `budget` and ends the thread; a later call returns the same report. If
-  // the worker does not come back, the thread is left behind and counted as one unquiet operation.
+  // the worker has not come back a second after it, the thread is left behind and counted as one
+  // unquiet operation.
   // In a forked child it returns at once.
   CloseReport stop(Duration budget);
 
