@@ -86,6 +86,22 @@ class PurgeTest : public ::testing::Test {
   Instant now{seconds(1).ns};
 };
 
+TEST_F(PurgeTest, GoesOnWhileTheStoreIsOffAndLeavesItOff) {
+  build();
+  scheduler->set_mode(StoreMode::kOff);
+  scheduler->purge(now);
+  store->end_removal({ItemStatus::kOk, 40});
+  scheduler->end_step(now);
+  now = now + seconds(12);
+  scheduler->end_step(now);
+  store->end_removal({ItemStatus::kOk, 2});
+  scheduler->end_step(now);
+  EXPECT_EQ(state(), PurgeState::kDone);
+  EXPECT_FALSE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+  scheduler->set_mode(StoreMode::kReadWrite);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+}
+
 TEST_F(PurgeTest, RemovesWhatBeginsAsOurKeysDoAndSettles) {
   build();
   scheduler->purge(now);
