@@ -400,7 +400,7 @@ Returns:
       .def_prop_ro("parallel", &Projection::parallel, nb::rv_policy::copy,
                    "Sizes of the parallel arrangement.")
       .def_prop_ro("scheduler_block_size", &Projection::scheduler_block_size,
-                   "Granularity of hits and saves, in tokens.")
+                   "S: requests are saved in steps of so many tokens.")
       .def_prop_ro("hash_block_size", &Projection::hash_block_size, "Tokens per block hash.")
       .def_prop_ro("hit_alignment", &Projection::hit_alignment,
                    "Hits end on multiples of it, in tokens.")

@@ -105,9 +105,9 @@ typedef struct kvprism_projection_info {
   uint32_t num_transfer_groups;
   uint32_t num_store_groups;
   uint32_t num_blocks;           /* with the null block */
-  uint32_t scheduler_block_size; /* S: tokens; hits and saves are multiples */
+  uint32_t scheduler_block_size; /* S: requests are saved in steps of so many tokens */
   uint32_t hash_block_size;      /* h: tokens per hash */
-  uint32_t hit_alignment;        /* tokens */
+  uint32_t hit_alignment;        /* tokens; hits are multiples: S, or less inside a block */
   uint32_t replay_tokens;        /* that a hit leaves to compute */
 } kvprism_projection_info;
 
@@ -250,9 +250,9 @@ KVPRISM_API kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_opt
 /* Such as "mooncake 0.3.13.post1 tcp". */
 KVPRISM_API kvprism_status kvprism_store_name(const kvprism_store* store, char** name,
                                               kvprism_error** error);
-/* After its worker is closed. Waits for at most `budget_ns`, lookups and transfers together; below 0
-   is 0. `unquiet` counts operations that may still touch memory, which must then stay mapped until
-   the process ends. */
+/* After its worker is closed. Waits for at most `budget_ns`, lookups and transfers together; below
+   0 is 0. `unquiet` counts operations that may still touch memory, which must then stay mapped
+   until the process ends. */
 KVPRISM_API kvprism_status kvprism_store_close(kvprism_store* store, int64_t budget_ns,
                                                uint64_t* unquiet, kvprism_error** error);
 KVPRISM_API void kvprism_store_free(kvprism_store* store);
@@ -435,7 +435,8 @@ KVPRISM_API kvprism_status kvprism_worker_new(const kvprism_key_schema* schema,
                                               const kvprism_worker_options* options,
                                               kvprism_worker** worker, kvprism_error** error);
 /* Null `ready`: the bytes are in memory now. A plan that is not taken is KVPRISM_MISMATCH; its jobs
-   are reported failed. `ready` is destroyed in any case. */
+   are reported failed, but for a plan whose step was taken already: its jobs go on. `ready` is
+   destroyed in any case. */
 KVPRISM_API kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan,
                                                  size_t length, const kvprism_ready* ready,
                                                  kvprism_error** error);

@@ -486,7 +486,7 @@ class Projection:
 
     @property
     def scheduler_block_size(self) -> int:
-        """Granularity of hits and saves, in tokens."""
+        """S: requests are saved in steps of so many tokens."""
 
     @property
     def hash_block_size(self) -> int:
