@@ -198,10 +198,19 @@ static void live(const char* master, bool pump_thread) {
   CHECK(external == kTokens);
   row.ids = second;
   uint64_t job = 0;
+  /* The scheduler is a checked one: a table that is too short is refused, and the offer stands. */
+  kvprism_error* out_of_order = NULL;
+  const kvprism_blocks too_short = {second, 2};
+  CHECK(kvprism_scheduler_allocated(engine.scheduler, 2, external, &too_short, 1, kvprism_now(),
+                                    &job, &out_of_order) == KVPRISM_INVALID_ARGUMENT);
+  CHECK_TEXT(kvprism_error_message(out_of_order),
+             "scheduler call: allocated(request 2) = a table of 2 blocks for group 0: expected at "
+             "least 3 blocks, for 48 tokens");
+  kvprism_error_free(out_of_order);
+  CHECK(job == 0);
   OK(kvprism_scheduler_allocated(engine.scheduler, 2, external, &row, 1, kvprism_now(), &job,
                                  &error));
   CHECK(job != 0);
-  kvprism_error* out_of_order = NULL;
   CHECK(kvprism_scheduler_advanced(engine.scheduler, 2, kTokens, &hashes, &out_of_order) ==
         KVPRISM_INVALID_ARGUMENT);
   CHECK(strstr(kvprism_error_message(out_of_order), "advanced(request 2) = waiting for load") !=
@@ -220,8 +229,7 @@ static void live(const char* master, bool pump_thread) {
   OK(kvprism_worker_counters(engine.worker, &find_counter, &fetched, &error));
   CHECK(fetched == 3 * kPage);
 
-  /* A table that is too short is refused, as the scheduler is a checked one; so is a foreign plan.
-   */
+  /* A foreign plan is refused. */
   const uint64_t rubbish[16] = {0};
   CHECK(kvprism_worker_submit(engine.worker, rubbish, sizeof rubbish, NULL, NULL) ==
         KVPRISM_MISMATCH);
