@@ -28,9 +28,9 @@ class OneRankLateConnector(KVPrismConnector):
 
 
 class TellsOfLoadsConnector(KVPrismConnector):
-    """Makes a file when it hands the first load over."""
+    """Makes a file when the first bytes of a load have arrived."""
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        if connector_metadata.loads:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if self._worker is not None and self._worker.counters()["bytes_fetched"]:
             Path(os.environ["TELL_LOADS"]).touch()
+        return super().get_transfer_results(finished_req_ids)
