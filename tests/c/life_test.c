@@ -229,6 +229,10 @@ static void live(const char* master, bool pump_thread) {
   OK(kvprism_worker_counters(engine.worker, &find_counter, &fetched, &error));
   CHECK(fetched == 3 * kPage);
 
+  const uint8_t narrow[8] = {0};
+  const kvprism_hashes odd = {.data = narrow, .count = 1, .width = sizeof narrow};
+  CHECK(kvprism_scheduler_advanced(engine.scheduler, 2, 0, &odd, NULL) == KVPRISM_INVALID_ARGUMENT);
+
   /* A foreign plan is refused. */
   const uint64_t rubbish[16] = {0};
   CHECK(kvprism_worker_submit(engine.worker, rubbish, sizeof rubbish, NULL, NULL) ==

@@ -1096,6 +1096,54 @@ TEST_F(SchedulerTest, ForeignAndMalformedReportsAreCounted) {
   EXPECT_EQ(scheduler->counters().reports_malformed, 2u);
 }
 
+TEST_F(SchedulerTest, AReportThatNamesWhatTheJobNeverMovedFailsItAsAWhole) {
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  exists(hashes, 48);
+  ASSERT_EQ(settle_lookup(49, hashes, 0).external_tokens, 48u);
+  const Rows rows({{1, 2, 3}});
+  const auto job = scheduler->allocated(kRequest, 48, rows.get(), now);
+  ASSERT_TRUE(job);
+  scheduler->end_step(now);
+  report(*job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 1000, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)}});
+  EXPECT_EQ(scheduler->counters().reports_malformed, 1u);
+  EXPECT_THAT(store->removals, IsEmpty());
+  const std::vector<LoadEnd> ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+  EXPECT_TRUE(ends[0].blocks_quiet) << "what it says of quiet counts";
+  EXPECT_EQ(ends[0].failed.size(), 3u);
+}
+
+TEST_F(SchedulerTest, HashesBehindAGapAreRefusedAlsoWhenThereAreNone) {
+  build({test::full_group(16)});
+  const HashList none{nullptr, 0, Hashes::kWidth, 100};
+  EXPECT_FALSE(scheduler->lookup(kRequest, 2000, none, 0, now).pending);
+  EXPECT_EQ(scheduler->counters().hashes_refused, 1u);
+  scheduler->end_step(now);
+  EXPECT_THAT(store->lookups, IsEmpty());
+  scheduler->advanced(kRequest, 2000, none);
+  EXPECT_EQ(scheduler->counters().hashes_refused, 2u);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+}
+
+TEST_F(SchedulerTest, HashesOfNoWidthOrOneThatNoKeyHasAreRefused) {
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  const std::vector<std::uint8_t> bytes(4 * 65);
+  std::uint64_t refused = 0;
+  for (const std::uint32_t width : {0u, 15u, 65u}) {
+    const HashList list{bytes.data(), 4, width, 0};
+    EXPECT_FALSE(scheduler->lookup(kRequest, 64, list, 0, now).pending);
+    EXPECT_EQ(scheduler->counters().hashes_refused, ++refused) << width;
+    EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+    EXPECT_EQ(scheduler->known_hashes(kRequest), 0u);
+  }
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64})) << "a good width still fits";
+}
+
 TEST_F(SchedulerTest, UnknownRequestsAreHarmless) {
   // R62
   build_hybrid();

@@ -265,7 +265,7 @@ typedef struct kvprism_scheduler kvprism_scheduler;
 typedef struct kvprism_hashes {
   const uint8_t* data; /* hash number `first` */
   uint32_t count;
-  uint32_t width; /* bytes of a hash */
+  uint32_t width; /* bytes of a hash, 16 to 64 */
   uint32_t first;
 } kvprism_hashes;
 

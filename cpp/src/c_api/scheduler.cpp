@@ -20,7 +20,13 @@ HashList to_hashes(const kvprism_hashes* hashes) {
 }
 
 void need_hashes(Arguments& arguments, const kvprism_hashes* hashes) {
-  if (hashes != nullptr) arguments.need_array(hashes->data, hashes->count, "hashes.data");
+  if (hashes == nullptr) return;
+  arguments.need_array(hashes->data, hashes->count, "hashes.data");
+  if (hashes->count != 0 && (hashes->width < kMinHashWidth || hashes->width > kMaxHashWidth)) {
+    arguments.wrong("hashes.width", std::to_string(hashes->width),
+                    std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) +
+                        " bytes");
+  }
 }
 
 void need_rows(Arguments& arguments, const kvprism_blocks* rows, std::size_t count) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -336,6 +337,8 @@ struct StoreScheduler::Impl {
   void drop_offers();
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
+  // Whether a rank may name these chunks: groups that there are, and of a load what it moves.
+  bool could_fail(JobId job, std::span<const FailedChunk> failed) const;
   void settle(Instant now);
   static std::array<Instant, 7> never() {
     std::array<Instant, 7> all;

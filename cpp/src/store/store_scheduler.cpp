@@ -54,12 +54,16 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
 }  // namespace
 
 bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes) {
-  if (hashes.count == 0) return true;
-  if (hash_width == 0 && hashes.width >= kMinHashWidth && hashes.width <= kMaxHashWidth) {
+  std::uint32_t known = hash_count(request);
+  bool fits = hashes.first <= known;
+  if (hashes.count == 0) {
+    if (!fits) ++counters.hashes_refused;
+    return fits;
+  }
+  if (fits && hash_width == 0 && hashes.width >= kMinHashWidth && hashes.width <= kMaxHashWidth) {
     hash_width = hashes.width;
   }
-  std::uint32_t known = hash_count(request);
-  bool fits = hashes.width == hash_width && hashes.first <= known;
+  fits = fits && hash_width != 0 && hashes.width == hash_width;
   const std::uint32_t overlap_end = std::min(known, hashes.end());
   if (fits && overlap_end > hashes.first) {
     // Hashes are chained: when the last common one is equal, all before it are.
@@ -107,6 +111,21 @@ void StoreScheduler::Impl::add_marks(const Request& request) {
     if (!earlier && !ranges[g].empty())
       builder.add_marks(wide, chunk_tokens, hashes_of(request), hash_tokens);
   }
+}
+
+bool StoreScheduler::Impl::could_fail(JobId job, std::span<const FailedChunk> failed) const {
+  const auto load = loads.find(raw(job));
+  return std::all_of(failed.begin(), failed.end(), [&](const FailedChunk& chunk) {
+    if (raw(chunk.group) >= groups.size() ||
+        chunk.chunk >= UINT32_MAX / groups[raw(chunk.group)].chunk_tokens) {
+      return false;
+    }
+    if (load == loads.end()) return true;
+    const auto& runs = load->second.runs;
+    return std::any_of(runs.begin(), runs.end(), [&](const RunRecord& run) {
+      return run.group == chunk.group && chunk.chunk - run.first_chunk < run.count;
+    });
+  });
 }
 
 // Turns what has become final in the ledger into load ends, watermarks and released references.
@@ -286,16 +305,16 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
   }
   for (const JobReport& job : report.jobs) {
     const auto failed = report.failed_of(job);
-    const bool known = std::all_of(failed.begin(), failed.end(), [&](const FailedChunk& chunk) {
-      return raw(chunk.group) < s.groups.size() &&
-             chunk.chunk < UINT32_MAX / s.groups[raw(chunk.group)].chunk_tokens;
-    });
-    if (!known) {
-      ++s.counters.reports_malformed;
-      s.flight.add(now, FlightKind::kReportError, s.counters.reports_malformed);
+    if (s.could_fail(job.job, failed)) {
+      s.ledger.notice(report.rank, job, failed, now);
       continue;
     }
-    s.ledger.notice(report.rank, job, failed, now);
+    // Nothing of it can be counted on. That it is quiet still holds, or its blocks would be lost.
+    ++s.counters.reports_malformed;
+    s.flight.add(now, FlightKind::kReportError, s.counters.reports_malformed);
+    JobReport whole = job;
+    whole.outcome = JobOutcome::kFailed;
+    s.ledger.notice(report.rank, whole, {}, now);
   }
   s.settle(now);
 }
