@@ -95,6 +95,7 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
   const OpId op{next_op_++};
   if (index_->start_exists(op, batch, now, deadline)) {
     calls_.emplace(static_cast<std::uint64_t>(op), std::move(asked));
+    unquiet_lookups_.push_back(op);
     return;
   }
   idle_batches_.push_back(std::move(batch));
@@ -146,6 +147,7 @@ void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
         removed_.push_back({completion_.op, std::move(completion_.items)});
       }
     }
+    if (completion_.quiet) std::erase(unquiet_lookups_, completion_.op);
     if (completion_.batch) idle_batches_.push_back(std::move(completion_.batch));
   }
 }

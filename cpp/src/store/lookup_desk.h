@@ -84,6 +84,8 @@ class LookupDesk {
 
   // Calls without an outcome.
   std::size_t in_flight() const noexcept { return calls_.size() + removals_.size(); }
+  // Questions that the store may still be looking at, also after their outcome.
+  std::size_t unquiet_lookups() const noexcept { return unquiet_lookups_.size(); }
   const LookupCounters& counters() const noexcept { return counters_; }
 
  private:
@@ -116,7 +118,8 @@ class LookupDesk {
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
-  std::vector<OpId> removals_;  // in flight: few
+  std::vector<OpId> unquiet_lookups_;  // few, as is each list here
+  std::vector<OpId> removals_;         // in flight
   std::vector<Removed> removed_;
   std::vector<std::unique_ptr<ObjectBatch>> idle_batches_;
   Presence presence_;

@@ -66,6 +66,7 @@ struct Load {
   std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
+  std::vector<std::pair<Rank, FailedChunk>> mismatches;  // objects that are not what was stored
 };
 
 // A report may name any chunk.
@@ -94,7 +95,8 @@ struct Purge {
   Instant next_pass;
   Instant began;  // of the pass in flight
   OpId op{};
-  bool away = false;  // the store did not answer: told once
+  bool away = false;     // the store did not answer: told once
+  bool held_up = false;  // a job in quarantine keeps it from its begin: told once
 };
 
 // A state that the engine handed off, until the step's plan is made.
@@ -352,9 +354,9 @@ struct StoreScheduler::Impl {
   void advance_purge(Instant now);
   void start_purge_pass(Instant now);
   void take_removed(Instant now);
+  void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed) const;
   // Objects that no save could replace are taken away.
-  void remove_mismatched(const Request& request, const Load& load, const JobEvent& end,
-                         Instant now);
+  void remove_mismatched(const Request& request, const Load& load, Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);
   void end_save(const JobEvent& end, Instant now);
   void warn_of_silence(const JobEvent& end);

@@ -71,7 +71,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     if (complete_rows) add_last_chunk(request, index, rows[group][last]);
   }
 
-  Load load{id, request.generation, local, hit, false, false, now, tails, {}, {}};
+  Load load{id, request.generation, local, hit, false, false, now, tails, {}, {}, {}};
   if (complete_rows) {
     const auto blocks = builder.blocks();
     job = ledger.start(JobKind::kLoad, id, blocks,
@@ -108,7 +108,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
   const Request* const request = find(load.request, load.generation);
   if (request == nullptr || end.whole) return;
-  remove_mismatched(*request, load, end, now);
+  remove_mismatched(*request, load, now);
   for (const FailedChunk& chunk : end.failed) {
     const auto status = static_cast<ItemStatus>(chunk.status);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||

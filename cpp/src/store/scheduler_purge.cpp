@@ -31,12 +31,15 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   purge.status = {PurgeState::kDraining, 0, 0};
   purge.op = {};  // of an earlier pass, whose end says nothing about this purge
   purge.away = false;
+  purge.held_up = false;
   drop_offers();
   saved_prefixes.clear();
   for (auto& [id, request] : requests) {
     request.lookup.state = LookupState::kNone;
-    request.purged |= request.accepted > 0 || request.planned > 0 || request.loading;
+    request.purged |= request.accepted > 0 || request.planned > 0 || request.loading ||
+                      !request.handed_off.empty();
     request.planned = 0;
+    request.end_planned = 0;
   }
   queued.clear();
   event = {};
@@ -54,7 +57,18 @@ void StoreScheduler::Impl::advance_purge(Instant now) {
   PurgeState& state = purge.status.state;
   if (state == PurgeState::kDraining) {
     // Also what is planned and not yet sent is in the ledger.
-    if (ledger.size() != 0) return;
+    if (ledger.size() != 0) {
+      if (ledger.in_quarantine() != 0 && !purge.held_up) {
+        purge.held_up = true;
+        log(LogLevel::kWarning,
+            fmt::format("a purge waits for {} jobs in quarantine, and the store is not used: it "
+                        "goes on when the client that moves them is gone",
+                        ledger.in_quarantine()));
+      }
+      return;
+    }
+    // A lookup that the store has yet to execute would renew leases.
+    if (desk.unquiet_lookups() != 0) return;
     purge.quiet_since = now;
     start_purge_pass(now);
   } else if (state == PurgeState::kWaiting && now >= purge.next_pass) {
@@ -72,6 +86,12 @@ void StoreScheduler::Impl::start_purge_pass(Instant now) {
     return;
   }
   ++counters.removals_failed;
+  if (!purge.away) {
+    log(LogLevel::kWarning,
+        "the store's client does not take a purge (queue full, closed, or unable to remove): it is "
+        "tried again, and the store is not used before it is done");
+  }
+  purge.away = true;
   purge.next_pass = now + options.backoff;
   purge.status.state = PurgeState::kWaiting;
 }
@@ -126,25 +146,33 @@ void StoreScheduler::Impl::take_removed(Instant now) {
   }
 }
 
+void StoreScheduler::Impl::note_mismatches(Load& load, Rank rank,
+                                           std::span<const FailedChunk> failed) const {
+  for (const FailedChunk& chunk : failed) {
+    const auto status = static_cast<ItemStatus>(chunk.status);
+    if (status != ItemStatus::kChecksumMismatch && status != ItemStatus::kSizeMismatch) continue;
+    const std::pair found(rank, chunk);
+    if (std::find(load.mismatches.begin(), load.mismatches.end(), found) == load.mismatches.end())
+      load.mismatches.push_back(found);
+  }
+}
+
 void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
-                                             const JobEvent& end, Instant now) {
-  const std::uint64_t before = counters.mismatches;
+                                             Instant now) {
   std::vector<std::uint64_t> tags;
   const auto remove = [&](ItemStatus status, bool leased) {
     tags.clear();
     const auto fill = [&](KeySlots& keys) {
-      for (const FailedChunk& chunk : end.failed) {
+      for (const auto& [rank, chunk] : load.mismatches) {
         if (static_cast<ItemStatus>(chunk.status) != status) continue;
-        if (!detail::moves(load, chunk.group, chunk.chunk)) continue;
-        ++counters.mismatches;
-        flight.add(now, FlightKind::kMismatch, raw(end.request), raw(chunk.group), chunk.chunk);
+        flight.add(now, FlightKind::kMismatch, raw(load.request), raw(chunk.group), chunk.chunk);
         const std::uint32_t first = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
         const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
         if (tokens / hash_tokens > hash_count(request)) continue;
         const auto hash = hashes_of(request)[tokens / hash_tokens - 1];
-        // The report does not say which rank's; a chunk that lacks one is of no use anyway.
-        for (const RankPosition& shard : schema->shards(chunk.group))
-          schema->append_key(keys, chunk.group, shard, hash);
+        // The other ranks' are as they should be, and somebody may be reading them.
+        const RankPosition reader = rank_position(rank, projection().parallel());
+        schema->append_key(keys, chunk.group, schema->shard_of(chunk.group, reader), hash);
         tags.push_back(detail::RecentPrefixes::tag_of(hash, chunk.group));
         const std::uint32_t unit = aligned(first);
         if ((unit + step_tokens) / hash_tokens <= hash_count(request))
@@ -159,12 +187,13 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load&
       if (op) condemned.emplace_back(*op, tag);
     }
   };
-  if (end.failed.empty()) return;
+  if (load.mismatches.empty()) return;
+  counters.mismatches += load.mismatches.size();
   // Whoever reads a damaged object must not believe it; one of another size may be right for
-  // somebody.
+  // somebody, and is where keys do not say what gives an object its size.
   remove(ItemStatus::kChecksumMismatch, true);
-  remove(ItemStatus::kSizeMismatch, false);
-  if (counters.mismatches != before) incident("an object was not what had been stored", now);
+  if (schema->name() != "vllm") remove(ItemStatus::kSizeMismatch, false);
+  incident("an object was not what had been stored", now);
 }
 
 void StoreScheduler::purge(Instant now) {

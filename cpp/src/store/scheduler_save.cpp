@@ -140,6 +140,7 @@ void StoreScheduler::Impl::drop_offers() {
 // What every rank has stored whole needs no second save for a while.
 void StoreScheduler::Impl::remember_saved(const Save& save, const JobEvent& end, Instant now) {
   if (end.whole || (save.range.empty() && !save.prompt_end)) return;
+  if (purge.status.active()) return;  // it takes these away
   if (save.prompt_end) {
     if (!end.failed.empty()) return;
     for (const std::uint64_t tag : save.tags) saved_prefixes.add(tag, now);

@@ -73,10 +73,13 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
       // The id serves another request now.
       fits = hashes.first == 0;
       if (fits) {
-        const RequestAccess access = request.access;
-        request = Request{};
-        request.access = access;
-        request.generation = next_generation++;
+        // What was told of the id, and what its blocks may rest on, holds for its new tokens too.
+        Request fresh;
+        fresh.access = request.access;
+        fresh.prompt_tokens = request.prompt_tokens;
+        fresh.purged = request.purged;
+        fresh.generation = next_generation++;
+        request = std::move(fresh);
         known = 0;
         ++counters.requests_replaced;
       }
@@ -250,6 +253,7 @@ void StoreScheduler::preempted(RequestId id) {
     // It is computed anew from its first token, and nothing of it is in the store.
     request->purged = false;
     request->planned = 0;
+    request->end_planned = 0;
     request->retry_above = 0;
     request->handed_off.clear();
   }
@@ -306,6 +310,8 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
   for (const JobReport& job : report.jobs) {
     const auto failed = report.failed_of(job);
     if (s.could_fail(job.job, failed)) {
+      const auto load = s.loads.find(raw(job.job));
+      if (load != s.loads.end()) s.note_mismatches(load->second, report.rank, failed);
       s.ledger.notice(report.rank, job, failed, now);
       continue;
     }
