@@ -210,6 +210,48 @@ TEST_F(PromptEndTest, StatesInsideABlockAreTakenWhereAHitMayEnd) {
   EXPECT_EQ(scheduler->counters().offers_refused, 1u) << "no hash names 26 tokens";
 }
 
+TEST_F(PromptEndTest, StatesInsideConsecutiveBlocksAreRunsOfTheirOwn) {
+  scheduler->advanced(kRequest, 30, hashes.list());
+  scheduler->boundary(kRequest, kState, BlockId{40}, 12);
+  scheduler->boundary(kRequest, kState, BlockId{41}, 28);
+  const StepPlan& plan = scheduler->end_step(now);
+  EXPECT_THAT(plan.runs, SizeIs(2)) << "only the last chunk of a run may be a part of one";
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{1, 0, 40, 12, 12}, Move{1, 1, 41, 28, 12}));
+}
+
+TEST_F(PromptEndTest, AWholeStateIsFollowedByOneInsideTheNextBlock) {
+  scheduler->advanced(kRequest, 30, hashes.list());
+  scheduler->boundary(kRequest, kState, BlockId{40}, 16);
+  scheduler->boundary(kRequest, kState, BlockId{41}, 28);
+  const StepPlan& plan = scheduler->end_step(now);
+  EXPECT_THAT(plan.runs, SizeIs(1));
+  EXPECT_THAT(moves(plan, 0), ElementsAre(Move{1, 0, 40, 16, 0}, Move{1, 1, 41, 28, 12}));
+}
+
+TEST_F(PromptEndTest, IsSavedAgainAfterAPurgeByWhoIsPreempted) {
+  scheduler->prompt(kRequest, 30);
+  const StepPlan& plan = compute(30);
+  const std::vector<JobId> jobs{plan.jobs.at(0).id, plan.jobs.at(1).id};
+  for (const JobId job : jobs) end(job, JobOutcome::kOk);
+  scheduler->purge(now);
+  for (const Duration wait : {seconds(0), seconds(12)}) {
+    now = now + wait;
+    scheduler->end_step(now);
+    store->end_removal({ItemStatus::kOk, 1});
+    scheduler->end_step(now);
+  }
+  ASSERT_EQ(scheduler->purge_status().state, PurgeState::kDone);
+  scheduler->preempted(kRequest);
+  EXPECT_THAT(compute(30).jobs, SizeIs(2)) << "the steps and the end of the prompt";
+}
+
+TEST_F(PromptEndTest, ARequestThatReplacesAnotherKeepsThePromptThatWasTold) {
+  scheduler->advanced(kRequest, 4, Hashes(1, 9).list());
+  scheduler->prompt(kRequest, 30);
+  EXPECT_THAT(compute(30).jobs, SizeIs(2));
+  EXPECT_EQ(scheduler->counters().requests_replaced, 1u);
+}
+
 TEST_F(PromptEndTest, AFailedStateMayBeOfferedAgain) {
   scheduler->advanced(kRequest, 30, hashes.list());
   scheduler->boundary(kRequest, kState, BlockId{40}, 28);
@@ -353,6 +395,38 @@ TEST_F(PromptEndTest, ADraftFindsWhatItsOwnSaveHasLeft) {
     EXPECT_EQ(look_up(prompt + 9).external_tokens, boundary)
         << "and whoever goes on from " << prompt;
   }
+}
+
+// A window of 5 tokens in blocks of 4: a hit needs one block, and 28 tokens have 7.
+TEST_F(PromptEndTest, OfAWindowOnlyItsReachIsSavedAndTheSaveIsKnownAsWhole) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.scheduler_block_size = 32;
+  config.hash_block_size = 4;
+  config.cache_hit_alignment_tokens = 4;
+  config.groups = {test::full_group(8), test::window_group(4, 5), test::mamba_group(32)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = 7;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  // The blocks before the window have been given back.
+  const test::Rows rows{{{11, 12, 13, 14}, {0, 0, 0, 0, 0, 25, 26, 27}, {31}}};
+  const auto compute_end = [&]() -> const StepPlan& {
+    scheduler->prompt(kRequest, 30);
+    scheduler->advanced(kRequest, 30, hashes.list());
+    scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+    return scheduler->end_step(now);
+  };
+  const StepPlan& plan = compute_end();
+  ASSERT_THAT(plan.jobs, SizeIs(1));
+  EXPECT_THAT(moves(plan, 0),
+              ElementsAre(Move{0, 0, 11, 8, 0}, Move{0, 1, 12, 16, 0}, Move{0, 2, 13, 24, 0},
+                          Move{0, 3, 14, 28, 4}, Move{1, 6, 26, 28, 4}));
+  EXPECT_EQ(scheduler->counters().sources_skipped, 0u);
+  end(plan.jobs[0].id, JobOutcome::kOk);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_THAT(compute_end().jobs, IsEmpty()) << "the next request knows of it";
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ std::uint32_t HitSearch::search(const Presence& presence, std::uint32_t local,
       // The extra object lies beyond the hit. A single family has no other that could shorten its
       // hit, and keeps to the bound (as the reference does).
       if (drop && families_.size() > 1) {
-        bound += rule.fine() ? grid_.unit : rule.chunk_tokens;
+        bound += rule.fine() ? grid_.alignment : rule.chunk_tokens;
       }
       const std::uint32_t found = longest(family, presence, local, bound, drop);
       if (drafts && rule.draft && !family.proven) {

@@ -41,13 +41,14 @@ class PlanBuilder {
   void add_marked(StoreIndex group, std::uint32_t tokens, std::uint32_t chunk_tokens,
                   std::uint32_t valid, BlockId block, std::span<const std::uint8_t> hash) {
     append_mark(tokens, hash);
-    append_chunk(group, (tokens - 1) / chunk_tokens, valid, block, size(plan_.mark_tokens) - 1);
+    append_chunk(group, (tokens - 1) / chunk_tokens, chunk_tokens, valid, block,
+                 size(plan_.mark_tokens) - 1);
   }
 
   // Appends one chunk, extending the last run when it follows on. A sequence of its chunk size must
   // cover it.
   void add_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens, BlockId block) {
-    append_chunk(group, chunk, chunk_tokens, block, mark_of(chunk, chunk_tokens));
+    append_chunk(group, chunk, chunk_tokens, chunk_tokens, block, mark_of(chunk, chunk_tokens));
   }
 
   // The blocks of the job under construction.
@@ -82,13 +83,14 @@ class PlanBuilder {
     return static_cast<std::uint32_t>(items.size());
   }
 
-  void append_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t valid, BlockId block,
-                    std::uint32_t mark) {
+  // Only the last chunk of a run may be a part of one.
+  void append_chunk(StoreIndex group, std::uint32_t chunk, std::uint32_t chunk_tokens,
+                    std::uint32_t valid, BlockId block, std::uint32_t mark) {
     plan_.ids.push_back(block);
     if (plan_.runs.size() > first_run_) {
       RunRecord& last = plan_.runs.back();
       if (last.group == group && last.first_chunk + last.count == chunk &&
-          last.first_mark + last.count == mark) {
+          last.first_mark + last.count == mark && last.valid_tokens_last == chunk_tokens) {
         ++last.count;
         last.valid_tokens_last = valid;
         return;

@@ -31,7 +31,10 @@ void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const Prompt
     if (save_rules[raw(index)] != SaveRule::kPositional) continue;
     const HitGroup& group = groups[raw(index)];
     const GroupId row = projection().group_id(index);
-    const ChunkRange chunks = end_chunks(group, search.grid(), end);
+    ChunkRange chunks = end_chunks(group, search.grid(), end);
+    // A window's blocks before its reach serve no replay, and may be gone.
+    const std::uint32_t reach = needed_chunks(group, end.boundary).first;
+    chunks.first = std::max(chunks.first, reach - std::min(reach, has_drafts ? 1u : 0u));
     for (std::uint32_t chunk = chunks.first; chunk < chunks.end; ++chunk) {
       if (!usable_block(rows, row, chunk)) {
         ++counters.sources_skipped;
