@@ -109,6 +109,18 @@ void Engine::finish_step(Instant) {
   e.late_aborts.clear();
 }
 
+void Engine::purge(Instant now) {
+  Impl& e = *impl_;
+  for (const auto& [id, sequence] : e.sequences) {
+    if (sequence->computed == 0) continue;
+    // Of one that waits for a load the scheduler knows.
+    if (sequence->phase != Sequence::Phase::kLoading)
+      e.scheduler->advanced(sequence->id, sequence->computed, HashList{});
+    e.observer->outdated(sequence->id);
+  }
+  e.scheduler->purge(now);
+}
+
 bool Engine::step_in_flight() const noexcept { return impl_->in_flight; }
 
 bool Engine::pump(Instant now) {

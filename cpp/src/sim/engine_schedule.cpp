@@ -64,6 +64,7 @@ void Engine::Impl::preempt(Sequence& sequence) {
   ++sequence.result.preemptions;
   ++stats.preemptions;
   scheduler->preempted(sequence.id);
+  observer->preempted(sequence.id);
 }
 
 // Takes blocks from the request that came last, or from one that is only ready. False when there is

@@ -508,8 +508,8 @@ class WorldRun {
   void purge_event() {
     trace("purge");
     count(WorldFault::kPurge);
-    life_.scheduler->purge(now_);
     life_.judge->purged();
+    life_.engine->purge(now_);
     purging_ = true;
   }
 

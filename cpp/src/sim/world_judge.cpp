@@ -274,6 +274,10 @@ void JobJudge::planned(const StepPlan& plan) {
     job.planned_at = now_;
     job.generation = generations_[raw(record.request)];
     job.hand_off = record.kind == JobKind::kSave;
+    if (record.kind == JobKind::kSave && outdated_.contains(raw(record.request))) {
+      fail("purge", "request " + number(raw(record.request)) +
+                        " saves, and has computed tokens before a purge");
+    }
     std::string runs;
     std::uint32_t end = 0;  // of what is saved by position
     for (std::uint32_t r = record.first_run; r < record.first_run + record.num_runs; ++r) {
@@ -367,6 +371,7 @@ void JobJudge::forget(RequestId request) {
   holes_.erase(raw(request));
   asked_.erase(raw(request));
   failed_loads_.erase(raw(request));
+  outdated_.erase(raw(request));
   ++generations_[raw(request)];
 }
 

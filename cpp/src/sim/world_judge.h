@@ -122,6 +122,8 @@ class JobJudge final : public EngineObserver {
                  const LookupResult& answer) override;
   void save_planned(RequestId request, const TokenRange& range) override;
   void planned(const StepPlan& plan) override;
+  void preempted(RequestId request) override { outdated_.erase(raw(request)); }
+  void outdated(RequestId request) override { outdated_.insert(raw(request)); }
   void load_started(RequestId request, JobId job) override;
   void load_ended(const LoadEnd& end) override;
   void acquired(std::span<const BlockId> blocks) override;
@@ -187,6 +189,7 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
   std::unordered_set<std::uint64_t>
       failed_loads_;  // requests that must compute for themselves now (R41)
+  std::unordered_set<std::uint64_t> outdated_;  // requests that rest on what a purge came after
   struct Asked {
     std::uint32_t local = 0;
     std::uint32_t at_least = 0;

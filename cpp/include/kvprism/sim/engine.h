@@ -106,6 +106,9 @@ class Engine {
   // Harmless for unknown ids. A step in flight ends first.
   void abort(RequestId request);
 
+  // Purges the store, once the scheduler knows of every request that has computed something.
+  void purge(Instant now);
+
   // One whole step: begin, finish, pump. True when something moved; else wait a moment (the store
   // is at work).
   bool step(Instant now);

@@ -24,6 +24,9 @@ class EngineObserver {
                          std::uint32_t /*local_tokens*/, const LookupResult&) {}
   virtual void save_planned(RequestId, const TokenRange&) {}
   virtual void planned(const StepPlan&) {}
+  virtual void preempted(RequestId) {}
+  // A purge has begun, and this request has computed tokens.
+  virtual void outdated(RequestId) {}
   virtual void load_started(RequestId, JobId) {}
   virtual void load_ended(const LoadEnd&) {}
   virtual void acquired(std::span<const BlockId>) {}

@@ -99,9 +99,8 @@ struct WorldResult {
 //   null block    no plan names the null block
 //   save range    saves are multiples of S, but for the end of a prompt
 //   hole          and none begins behind a chunk that failed and was not planned again
-//   purge         when a purge is done, nothing that was stored before it is in the pool, and
-//   nothing
-//                 that requests had computed before it comes back
+//   purge         when a purge is done, nothing that was stored before it is in the pool; a request
+//                 that had computed tokens before it saves nothing until it is preempted
 //   mismatch      damaged objects are removed
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
