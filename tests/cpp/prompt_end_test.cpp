@@ -397,6 +397,34 @@ TEST_F(PromptEndTest, ADraftFindsWhatItsOwnSaveHasLeft) {
   }
 }
 
+// Hits end on multiples of two hashes.
+TEST_F(PromptEndTest, ADraftsProofIsLookedForAsFarAsItIsSaved) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.scheduler_block_size = 16;
+  config.hash_block_size = 4;
+  config.cache_hit_alignment_tokens = 8;
+  config.groups = {test::full_group(16), test::ring_group(6), test::mamba_group(16)};
+  config.groups[0].is_eagle_group = true;
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  for (const std::uint32_t prompt : {40u, 41u, 47u, 48u, 56u, 60u}) {
+    store = std::make_shared<test::ScriptedStore>();
+    StoreSchedulerOptions options;
+    options.epoch = 7;
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+    scheduler->prompt(kRequest, prompt);
+    const StepPlan& plan = compute(prompt);
+    for (std::size_t job = 0; job < plan.jobs.size(); ++job) {
+      for (const Move& move : moves(plan, job)) exists(move.group, {move.mark});
+    }
+    const std::uint32_t boundary = prompt / 8 * 8 - 8;
+    exists(1, {boundary});
+    scheduler->finished(kRequest, FinishReason::kCompleted);
+    EXPECT_EQ(look_up(prompt).external_tokens, boundary) << prompt;
+  }
+}
+
 // A window of 5 tokens in blocks of 4: a hit needs one block, and 28 tokens have 7.
 TEST_F(PromptEndTest, OfAWindowOnlyItsReachIsSavedAndTheSaveIsKnownAsWhole) {
   CacheConfig config;
