@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -202,6 +203,68 @@ def test_tokens_that_change_are_never_saved_under_their_old_names(engine: Engine
     assert engine.half._requests["a"].number != number
     metadata = engine.step(a=2 * BLOCK + 1)
     assert b"\1" * 32 in metadata.plan
+
+
+@pytest.fixture
+def purging(mooncake: LocalMooncake, described: Any) -> Iterator[Engine]:
+    """An engine whose purges are over soon: nothing here reads what they leave."""
+    made = Engine(mooncake, described, purge_settle_seconds=0.01)
+    yield made
+    made.half.close()
+
+
+def finish_purge(engine: Engine) -> None:
+    end = time.monotonic() + 60
+    while engine.half._core.purge_status()["state"] != "done":
+        assert time.monotonic() < end
+        assert not engine.step().plan
+
+
+def test_tokens_of_before_a_reset_are_not_saved_however_few(purging: Engine) -> None:
+    request = purging.request("a", TOKENS)
+    purging.allocate(request, len(TOKENS))
+    assert not purging.step(a=BLOCK - 1).plan, "too few to tell the core"
+    request.num_computed_tokens = BLOCK - 1
+    purging.half.purge()
+    finish_purge(purging)
+    assert not purging.step(a=BLOCK + 1).plan
+    # A streaming session whose tokens change keeps its blocks.
+    request.num_computed_tokens = 2 * BLOCK
+    request.block_hashes[1] = b"\2" * 32
+    purging.half.new_request(request)
+    assert not purging.step(a=BLOCK).plan
+    # Preempted, it is computed anew.
+    request.num_computed_tokens = 0
+    purging.preempted = {"a"}
+    assert b"\2" * 32 in purging.step(a=4 * BLOCK).plan
+
+
+def test_what_a_reset_has_preempted_is_saved_again(
+    purging: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    request = purging.request("a", TOKENS)
+    purging.allocate(request, len(TOKENS))
+    worker = make_worker(mooncake, configuration(), described)
+    run(worker, purging, purging.step(a=len(TOKENS)))
+    worker.close()
+    request.num_computed_tokens = 0  # vLLM preempts before it resets the connector
+    purging.half.purge()
+    purging.preempted = {"a"}
+    assert not purging.step(a=len(TOKENS)).plan
+    purging.preempted = None
+    request.num_computed_tokens = len(TOKENS)
+    finish_purge(purging)
+    assert purging.step(a=1).plan
+    assert purging.half.counters()["block_ids_read"] == 8
+
+
+def test_a_reset_that_is_not_over_is_told_at_the_end(
+    purging: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    purging.half.purge()
+    purging.half.close()
+    assert "closed while a purge was removing" in caplog.text
 
 
 def test_a_lookup_is_asked_again_until_it_is_answered(engine: Engine) -> None:

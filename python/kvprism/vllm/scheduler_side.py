@@ -21,16 +21,35 @@ logger = logging.getLogger("vllm.kvprism")
 class _Tracked:
     """A live request."""
 
-    __slots__ = ("accepted", "checked_below", "hashes", "last_hash", "limit", "number", "request")
+    __slots__ = (
+        "accepted",
+        "checked_below",
+        "hashes",
+        "last_hash",
+        "limit",
+        "number",
+        "purged",
+        "request",
+        "step",
+    )
 
     def __init__(self, number: int, request: Any, limit: int | None, step: int) -> None:
         self.number = number
         self.request = request
         self.limit = limit  # tokens that may be saved; None: all
-        self.accepted = 0
-        self.checked_below = step  # with fewer tokens there is nothing new to save
+        self.step = step  # the fewest tokens that may be saved
         self.hashes = 0  # seen so far
         self.last_hash = b""  # of those
+        self.begin()
+
+    def begin(self) -> None:
+        """The request's first token is computed next, or again."""
+        self.accepted = 0
+        self.checked_below = self.step  # with fewer tokens there is nothing new to save
+        self.purged = False  # what it has computed is older than a purge
+
+    def may_save(self) -> bool:
+        return not self.purged and (self.limit is None or self.limit >= self.step)
 
     def has_changed(self) -> bool:
         """Whether tokens that were seen before are others now, as a streaming session does it."""
@@ -91,6 +110,7 @@ class SchedulerSide:
         self._abandoned: list[int] = []
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
+        self._purging = False
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -129,8 +149,10 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._core.preempted(tracked.number)
+                tracked.begin()
+                self._watch(tracked)
         state = output.kv_connector_block_state
-        if self._saves and state is not None:
+        if self._saves and state is not None and not self._purge_runs():
             self._save_positional(output.num_scheduled_tokens, state)
             if state.boundary_state_offloads:
                 self._save_states(state.boundary_state_offloads)
@@ -150,6 +172,16 @@ class SchedulerSide:
         self._refused.clear()
         self._abandoned.clear()
         return metadata
+
+    def _watch(self, tracked: _Tracked) -> None:
+        if self._saves and tracked.may_save():
+            self._saving[tracked.request.request_id] = tracked
+
+    def _purge_runs(self) -> bool:
+        """Whether nothing is saved now: what is computed meanwhile is saved afterwards."""
+        if self._purging:
+            self._purging = self._core.purge_status()["state"] != "done"
+        return self._purging
 
     def _save_positional(self, scheduled: Mapping[str, int], state: Any) -> None:
         full, changed = [], []
@@ -193,7 +225,7 @@ class SchedulerSide:
     def _save_states(self, offers: Mapping[str, list[tuple[int, int, int]]]) -> None:
         for request_id, states in offers.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or tracked.has_changed():
+            if tracked is None or tracked.purged or tracked.has_changed():
                 continue
             self._advance(tracked, tracked.accepted)
             for group, block, tokens in states:
@@ -226,6 +258,8 @@ class SchedulerSide:
     def _number(self, request: Any) -> int:
         """The StoreScheduler's number of a request: another one when its tokens are others."""
         tracked = self._requests.get(request.request_id)
+        # Other tokens, but the same blocks: what is in them is as old as it was.
+        purged = tracked is not None and tracked.purged and request.num_computed_tokens > 0
         if tracked is not None and (tracked.request is not request or tracked.has_changed()):
             self._core.finished(tracked.number)
             if self._announcer is not None:
@@ -234,8 +268,7 @@ class SchedulerSide:
         if tracked is not None and request.num_prompt_tokens > (tracked.limit or 1 << 62):
             # A streaming session has got more of its prompt.
             tracked.limit = request.num_prompt_tokens
-            if self._saves:
-                self._saving[request.request_id] = tracked
+            self._watch(tracked)
         if tracked is None:
             limit = None if self._save_decode else request.num_prompt_tokens
             step = self._step_tokens
@@ -245,13 +278,14 @@ class SchedulerSide:
             self._next_number += 1
             if self._announcer is not None:
                 self._announcer.begin(tracked.number, request)
+            tracked.purged = purged
             tracked.has_changed()
             self._requests[request.request_id] = tracked
             self._restrict(tracked)
             if self._saves and self._fine:
                 self._core.prompt(tracked.number, request.num_prompt_tokens)
-            if self._saves and (limit is None or limit >= step):
-                self._saving[request.request_id] = tracked
+            self._saving.pop(request.request_id, None)
+            self._watch(tracked)
         return tracked.number
 
     def _restrict(self, tracked: _Tracked) -> None:
@@ -319,11 +353,26 @@ class SchedulerSide:
     def purge(self) -> None:
         """Removes this model's objects; the store is not used before that is done."""
         self._stirred = True
+        self._purging = True
+        waiting = set(self._loading.values())
+        for request_id, tracked in self._requests.items():
+            computed = tracked.request.num_computed_tokens
+            if computed > 0 or request_id in waiting:
+                # The core knows of no token that it was not told of.
+                self._core.advanced(tracked.number, max(1, computed))
+                tracked.purged = True
+                self._saving.pop(request_id, None)
         self._core.purge()
         self._take_load_ends()
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""
+        if self._purge_runs():
+            logger.warning(
+                "kvprism: closed while a purge was %s: objects of before it may be in the store",
+                self._core.purge_status()["state"],
+            )
+            self._purging = False
         self._core.close(0.5)
 
     # References of jobs on blocks.
