@@ -23,9 +23,9 @@ void need_hashes(Arguments& arguments, const kvprism_hashes* hashes) {
   if (hashes == nullptr) return;
   arguments.need_array(hashes->data, hashes->count, "hashes.data");
   if (hashes->count != 0 && (hashes->width < kMinHashWidth || hashes->width > kMaxHashWidth)) {
-    arguments.wrong("hashes.width", std::to_string(hashes->width),
-                    std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) +
-                        " bytes");
+    arguments.wrong(
+        "hashes.width", std::to_string(hashes->width),
+        std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) + " bytes");
   }
 }
 
