@@ -1268,6 +1268,57 @@ TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
   EXPECT_THAT(run(RequestId{3}, 50), ElementsAre(Move{0, 2, 3, 48}, Move{1, 2, 13, 48}));
 }
 
+TEST_F(SchedulerTest, WhereAPromptLeavesOthersItsWindowIsKept) {
+  // W-C19: a long system prompt, and questions that all differ.
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.prefix_cache_retention_interval = 0;
+  config.groups = {test::full_group(16), test::window_group(16, 17)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  const Hashes hashes(10, 1);
+  // Somebody has stored 64 of its tokens, and of the window only the end of its own, longer prompt.
+  KeySlots keys;
+  for (std::uint32_t block = 0; block < 4; ++block)
+    schema->append_key(keys, StoreIndex{0}, {}, hashes.list()[block]);
+  for (const std::string& key : keys.strings()) store->present[key] = 1;
+  EXPECT_EQ(settle_lookup(129, hashes, 0).external_tokens, 0u) << "the window at 64 is nowhere";
+  scheduler->advanced(kRequest, 128, hashes.list());
+  const Rows rows({{1, 2, 3, 4, 5, 6, 7, 8}, {11, 12, 13, 14, 15, 16, 17, 18}});
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  std::vector<Move> windows;
+  for (const Move& move : moves(scheduler->end_step(now), 0))
+    if (move.group == 1) windows.push_back(move);
+  EXPECT_THAT(windows, ElementsAre(Move{1, 3, 14, 64}, Move{1, 7, 18, 128}));
+}
+
+TEST_F(SchedulerTest, APromptThatIsNotAskedForIsKnownToo) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.prefix_cache_retention_interval = 0;
+  config.groups = {test::full_group(16)};
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  const Hashes hashes(4, 1);
+  const Rows rows({{1, 2, 3, 4}});
+  for (const RequestId request : {RequestId{1}, RequestId{2}}) {
+    // The engine's own cache covers all that may be used.
+    EXPECT_FALSE(scheduler->lookup(request, 65, hashes.list(), 64, now).pending);
+    scheduler->advanced(request, 64, hashes.list());
+    scheduler->save(request, {0, 64}, rows.get(), now);
+    for (const JobRecord& job : scheduler->end_step(now).jobs)
+      report(job.id, JobOutcome::kOk, true);
+  }
+  EXPECT_EQ(scheduler->counters().saves, 1u);
+  EXPECT_EQ(scheduler->counters().saves_known, 4u);
+}
+
 TEST_F(SchedulerTest, OfADraftTheObjectBehindTheHitIsAskedForToo) {
   GroupConfig group = test::full_group(16);
   group.is_eagle_group = true;

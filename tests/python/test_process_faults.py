@@ -160,9 +160,11 @@ def ticking() -> Iterator[list[float]]:
 
     thread = threading.Thread(target=tick)
     thread.start()
-    yield ticks
-    stop.set()
-    thread.join()
+    try:
+        yield ticks
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_long_calls_leave_the_interpreter_to_others() -> None:
@@ -174,7 +176,8 @@ def test_long_calls_leave_the_interpreter_to_others() -> None:
             begin = time.monotonic()
             assert engine.worker.wait(2.0) is None
             length = time.monotonic() - begin
-        # Against the longest standstill, as a busy machine slows every tick.
+        # Against the longest standstill, as a busy machine slows every tick: a call that keeps the
+        # lock leaves one gap of its whole length.
         gaps = [b - a for a, b in zip([begin, *ticks], [*ticks, begin + length], strict=True)]
-        assert max(gaps) < length / 4, max(gaps)
+        assert max(gaps) < length / 2, max(gaps)
         engine.close()

@@ -98,10 +98,12 @@ def interrupted(
             engine.scheduler.save(request, span, [SOURCES])
         plan = engine.scheduler.end_step()
         cut(mooncake)
-        begin = time.monotonic()
-        assert engine.worker.submit(plan, kvprism.ReadyToken.host())
-        wait(CUT_SECONDS, engine)
-        mend(mooncake)
+        try:
+            begin = time.monotonic()
+            assert engine.worker.submit(plan, kvprism.ReadyToken.host())
+            wait(CUT_SECONDS, engine)
+        finally:
+            mend(mooncake)  # the cases that follow need it
         quiet_after = drain(engine, begin)
         ends = engine.scheduler.take_load_ends()
         counters = engine.scheduler.counters()

@@ -68,6 +68,18 @@ std::uint32_t HitSearch::find_loaded(const Presence& presence, std::uint32_t loc
   return search(presence, local, hit, false);
 }
 
+std::uint32_t HitSearch::shared_prefix(const Presence& presence, std::uint32_t local,
+                                       std::uint32_t max_tokens) const noexcept {
+  std::uint32_t shared = max_tokens;
+  bool any = false;
+  for (const Family& family : families_) {
+    if (family.rule.rule != HitRule::kPrefix) continue;
+    any = true;
+    shared = std::min(shared, longest(family, presence, local, shared, false));
+  }
+  return any ? shared - shared % grid_.step : 0;
+}
+
 std::uint32_t HitSearch::search(const Presence& presence, std::uint32_t local,
                                 std::uint32_t max_tokens, bool drafts) noexcept {
   std::uint32_t hit = aligned(max_tokens);

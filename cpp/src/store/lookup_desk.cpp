@@ -12,6 +12,7 @@ LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<
       groups_(search_.groups()),
       alignment_(search_.grid().alignment),
       fine_(alignment_ < search_.grid().step),
+      thinned_(schema_->projection().retention_interval().has_value()),
       hash_tokens_(schema_->projection().hash_block_size()) {
   for (const HitGroup& group : groups_) masks_.emplace_back(group, search_.grid());
 }
@@ -99,7 +100,8 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
     return;
   }
   idle_batches_.push_back(std::move(batch));
-  for (const Asked& one : asked) answers.push_back({one.request, one.serial, one.local, true, {}});
+  for (const Asked& one : asked)
+    answers.push_back({one.request, one.serial, one.local, 0, true, {}});
 }
 
 void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer) {
@@ -126,6 +128,7 @@ void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items
     if (everywhere) presence_.mark(group, unit);
   });
   answer.hit = search_.find_below(presence_, asked.local, asked.probed, asked.limit);
+  if (thinned_) answer.shared = search_.shared_prefix(presence_, asked.local, asked.probed);
   if (!fine_ || answer.hit <= asked.local) return;
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     answer.tails.push_back(search_.tail_tokens(index, presence_, answer.hit));
@@ -139,7 +142,7 @@ void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
       if (call != calls_.end()) {
         for (const Asked& asked : call->second) {
           Answer& one =
-              answers.emplace_back(Answer{asked.request, asked.serial, asked.local, false, {}});
+              answers.emplace_back(Answer{asked.request, asked.serial, asked.local, 0, false, {}});
           answer(asked, completion_.items, one);
         }
         calls_.erase(call);

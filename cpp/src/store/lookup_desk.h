@@ -31,8 +31,9 @@ struct Question {
 struct Answer {
   RequestId request{};
   std::uint64_t serial = 0;
-  std::uint32_t hit = 0;  // tokens, at least local
-  bool failed = false;    // the index could not tell: counted as a miss
+  std::uint32_t hit = 0;     // tokens, at least local
+  std::uint32_t shared = 0;  // tokens that others have stored of this prompt, windows aside
+  bool failed = false;       // the index could not tell: counted as a miss
   // By group, where hits may end inside a block: tokens of the prefix whose object holds the last
   // chunk of the hit. Else empty.
   std::vector<std::uint32_t> tails;
@@ -114,7 +115,8 @@ class LookupDesk {
   const std::vector<HitGroup>& groups_;
   std::vector<ReachableMask> masks_;  // by group: the chunks that can serve a hit
   std::uint32_t alignment_;
-  bool fine_;  // hits may end inside a block
+  bool fine_;     // hits may end inside a block
+  bool thinned_;  // windows are not kept at every step
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_ = 1;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;

@@ -22,7 +22,7 @@ using detail::RunRecordHead;
 using detail::RunStart;
 
 constexpr std::string_view kSubject = "recording";
-constexpr std::int64_t kFarthest = std::int64_t{1} << 60;  // a sum with a bound must not overflow
+constexpr std::int64_t kFarthest = std::int64_t{1} << 61;  // a sum with a bound must not overflow
 
 constexpr std::array<std::string_view, 18> kCallNames{
     "?",          "set_mode", "restrict",       "lookup",        "allocated",     "advanced",

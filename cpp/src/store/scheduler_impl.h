@@ -43,6 +43,7 @@ struct Request {
   std::vector<std::uint8_t> hashes;
   std::vector<std::uint64_t> handed_off;  // states whose save is planned: sorted state_mark()s
   std::uint32_t prompt_tokens = 0;        // 0 while nobody has asked for it
+  std::uint32_t junction = 0;             // where it leaves what others have stored; 0: unknown
   std::uint32_t accepted = 0;             // tokens
   std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
   std::uint32_t end_planned = 0;          // proof of the prompt end that is planned or known

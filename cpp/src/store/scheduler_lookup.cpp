@@ -37,6 +37,7 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     if (request->lookup.state != LookupState::kInFlight) continue;
     request->lookup.state = LookupState::kDone;
     request->lookup.hit = answer.hit;
+    if (answer.shared > answer.hit) request->junction = answer.shared;
     request->lookup.tails = std::move(answer.tails);
     counters.lookup_time.add(now - request->lookup.at);
     request->lookup.at = now;
@@ -81,7 +82,8 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                               w.hashes(hashes);
                             });
   // Its end is saved also where nothing is loaded.
-  if (s.fine && s.may_save()) s.remember(id).prompt_tokens = prompt_tokens;
+  if ((s.fine || s.projection().retention_interval()) && s.may_save())
+    s.remember(id).prompt_tokens = prompt_tokens;
   if (!s.may_load()) return {};
   if (local_tokens % s.step_tokens != 0) {
     // An answer beyond a rounded hit would be misread as one beyond the engine's.

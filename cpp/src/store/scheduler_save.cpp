@@ -1,6 +1,7 @@
 // Saves: what is ready, from where its bytes come, what to do when the store refuses them.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <iterator>
 #include <optional>
 
@@ -30,9 +31,14 @@ bool StoreScheduler::Impl::choose_chunks(const Request& request) {
   std::optional<std::uint32_t> retention = projection().retention_interval();
   // Where a prompt can be replayed from is not known without its length.
   if (request.prompt_tokens == 0) retention.reset();
-  const ReplayBoundaries boundaries =
-      retention ? replay_boundaries(request.prompt_tokens, step_tokens, has_drafts)
-                : ReplayBoundaries{};
+  ReplayBoundaries boundaries;
+  if (retention) {
+    boundaries = replay_boundaries(request.prompt_tokens, step_tokens, has_drafts);
+    // Whoever comes next may leave there too (W-C19). Hits with drafts end one step earlier.
+    const std::uint32_t junction =
+        request.junction - std::min(request.junction, has_drafts ? step_tokens : 0);
+    if (junction != 0) boundaries.add(junction);
+  }
   masks.clear();
   bool thinned = false;
   for (const HitGroup& group : groups) {

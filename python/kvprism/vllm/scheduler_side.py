@@ -282,7 +282,7 @@ class SchedulerSide:
             tracked.has_changed()
             self._requests[request.request_id] = tracked
             self._restrict(tracked)
-            if self._saves and self._fine:
+            if self._saves:
                 self._core.prompt(tracked.number, request.num_prompt_tokens)
             self._saving.pop(request.request_id, None)
             self._watch(tracked)

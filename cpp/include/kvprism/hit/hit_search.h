@@ -38,6 +38,12 @@ class KVPRISM_API HitSearch {
   std::uint32_t find_loaded(const Presence& presence, std::uint32_t local,
                             std::uint32_t hit) noexcept;
 
+  // The longest prefix of at most `max_tokens`, a multiple of S, that the groups which need all of
+  // a prefix have: up to where others went the same way, whatever windows are left of it. 0 when
+  // there is no such group.
+  std::uint32_t shared_prefix(const Presence& presence, std::uint32_t local,
+                              std::uint32_t max_tokens) const noexcept;
+
   // Tokens of the prefix whose object holds a group's last chunk of a hit that find() gave: `hit`,
   // or a longer prefix in the same chunk. 0 when the group needs no object there, which a chunked
   // group allows (W-C4).
