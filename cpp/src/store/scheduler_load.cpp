@@ -115,7 +115,6 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
         status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
       continue;  // the next lookup sees that by itself
     }
-    if (!detail::moves(load, chunk.group, chunk.chunk)) continue;
     const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
     if (tokens / hash_tokens > hash_count(*request)) continue;
     const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];

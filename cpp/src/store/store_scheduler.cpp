@@ -123,11 +123,7 @@ bool StoreScheduler::Impl::could_fail(JobId job, std::span<const FailedChunk> fa
         chunk.chunk >= UINT32_MAX / groups[raw(chunk.group)].chunk_tokens) {
       return false;
     }
-    if (load == loads.end()) return true;
-    const auto& runs = load->second.runs;
-    return std::any_of(runs.begin(), runs.end(), [&](const RunRecord& run) {
-      return run.group == chunk.group && chunk.chunk - run.first_chunk < run.count;
-    });
+    return load == loads.end() || detail::moves(load->second, chunk.group, chunk.chunk);
   });
 }
 

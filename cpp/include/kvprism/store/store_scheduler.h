@@ -207,7 +207,7 @@ struct StoreSchedulerCounters {
   std::uint64_t reports_foreign = 0;  // other epoch
   std::uint64_t reports_malformed = 0;
   std::uint64_t chunks_avoided = 0;  // not asked for again yet: their load has just failed (R41)
-  std::uint64_t mismatches = 0;      // chunks of a rank's loads: not what was stored, or another size
+  std::uint64_t mismatches = 0;  // chunks of a rank's loads: not what was stored, or another size
   std::uint64_t objects_removed =
       0;  // of those, by this scheduler, so that a save can replace them
   std::uint64_t removals_failed = 0;  // keys, and passes of purges
@@ -245,10 +245,11 @@ class KVPRISM_API StoreScheduler {
   // no other (W-C11). From now on nothing is looked up, loaded or saved until it is done; jobs in
   // flight end first, so that none lands afterwards, and a load that is overtaken fails as a whole.
   // What requests of now have computed is not saved, before or after; one that is preempted later
-  // begins anew. Only tokens that advanced() has told count: tell of every request that has computed
-  // any before the purge, or what it computes afterwards is taken for new from its first token on.
-  // Lookups in flight end first as well. Moves on in end_step. Objects that another engine of the namespace reads or looks
-  // up meanwhile stay: purge on all of them. A second call begins again.
+  // begins anew. Only tokens that advanced() has told count: tell of every request that has
+  // computed any before the purge, or what it computes afterwards is taken for new from its first
+  // token on. Lookups in flight end first as well. Moves on in end_step. Objects that another
+  // engine of the namespace reads or looks up meanwhile stay: purge on all of them. A second call
+  // begins again.
   void purge(Instant now);
   PurgeStatus purge_status() const noexcept;
 
