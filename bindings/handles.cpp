@@ -85,13 +85,17 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
-                               const StoreSchedulerOptions& options, std::uint32_t width,
-                               std::unique_ptr<RunFile> recording)
-    : hash_width(checked_width(width)),
-      handle_(store),
-      index_(store->take_index()),
-      recording_(std::move(recording)) {
+                               const StoreSchedulerOptions& wanted, std::uint32_t width,
+                               const std::optional<std::string>& record_to)
+    : hash_width(checked_width(width)), handle_(store), index_(store->take_index()) {
   try {
+    StoreSchedulerOptions options = wanted;
+    if (record_to) {
+      // What is refused leaves no file behind.
+      StoreScheduler::check(*schema, options);
+      recording_ = std::make_unique<RunFile>(*record_to);
+      options.record = recording_->sink();
+    }
     scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
   } catch (...) {
     store->return_index();

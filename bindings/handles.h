@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -77,7 +78,7 @@ class BoundScheduler {
  public:
   BoundScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<StoreHandle> store,
                  const StoreSchedulerOptions& options, std::uint32_t hash_width,
-                 std::unique_ptr<RunFile> recording);
+                 const std::optional<std::string>& record_to);
 
   // Throws Error (kClosed).
   const std::shared_ptr<StoreScheduler>& shared();

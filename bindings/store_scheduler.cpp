@@ -62,10 +62,15 @@ void source_ranges(const Projection& projection, const TokenRange& range,
   }
 }
 
-nb::dict to_dict(const DurationHistogram& times) {
+nb::dict sum_of(const DurationHistogram& times) {
   nb::dict out;
   out["count"] = times.count;
   out["sum_us"] = times.sum_us;
+  return out;
+}
+
+nb::dict to_dict(const DurationHistogram& times) {
+  nb::dict out = sum_of(times);
   for (std::size_t i = 0; i < times.counts.size(); ++i) {
     const std::string bound = i < DurationHistogram::kBoundsUs.size()
                                   ? std::to_string(DurationHistogram::kBoundsUs[i])
@@ -123,11 +128,12 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["removals_failed"] = c.removals_failed;
   out["health"] = c.health;
   out["incidents"] = c.incidents;
-  out["lookup_time"] = to_dict(c.lookup_time);
-  out["load_time"] = to_dict(c.load_time);
-  out["save_time"] = to_dict(c.save_time);
+  out["lookup_time"] = sum_of(c.lookup_time);
+  out["load_time"] = sum_of(c.load_time);
+  out["save_time"] = sum_of(c.save_time);
   out["purges"] = c.purges;
   out["objects_purged"] = c.objects_purged;
+  out["changes_dropped"] = c.changes_dropped;
   out["bypasses"] = c.bypasses;
   out["ledger"] = ledger;
   return out;
@@ -216,13 +222,8 @@ flat bytes. Both are copied before the call returns.)")
                 to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             options.purge_settle = to_duration(purge_settle_seconds, "purge_settle_seconds");
             options.flight_record_path = std::move(flight_record_path);
-            std::unique_ptr<RunFile> recording;
-            if (record_to) {
-              recording = std::make_unique<RunFile>(*record_to);
-              options.record = recording->sink();
-            }
-            new (self) BoundScheduler(std::move(schema), std::move(store), options, hash_width,
-                                      std::move(recording));
+            new (self)
+                BoundScheduler(std::move(schema), std::move(store), options, hash_width, record_to);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
           "saves"_a = true, "lookup_timeout_seconds"_a = 0.5, "lookup_fresh_for_seconds"_a = 5.0,
@@ -252,8 +253,8 @@ Args:
     avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
     purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
     max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
-    flight_record_path: File that gets the flight record at a quarantine, a silent rank or a mismatch; "" for the log.
-    record_to: File that gets everything which decides; `kvprism replay-run` repeats it. It holds hashes, no tokens.
+    flight_record_path: File that gets the flight record at its end at a quarantine, a silent rank or a mismatch; "" for the log.
+    record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
     tell_changes: Keep for `take_changes` what comes and goes.
 
@@ -529,10 +530,24 @@ Returns:
             Use(b)->take_changes(changes);
             return changes;
           },
-          R"(What every rank has stored, and what a load no longer found, since the last call.
+          R"(What every rank has stored, and what a load no longer found or found damaged, since the last call.
 
 Returns:
     A list, in order; empty unless `tell_changes` was set.)")
+      .def(
+          "saving_requests",
+          [](BoundScheduler& b) {
+            std::vector<RequestId> requests;
+            Use(b)->saving_requests(requests);
+            nb::set out;
+            for (const RequestId request : requests) out.add(nb::int_(raw(request)));
+            return out;
+          },
+          nb::sig("def saving_requests(self) -> set[int]"),
+          R"(Requests of which a save is in flight: changes may still name these and no other one that has finished.
+
+Returns:
+    Their numbers.)")
       .def(
           "take_acquired",
           [](BoundScheduler& b) {
@@ -586,7 +601,23 @@ Returns:
             return out;
           },
           nb::sig("def counters(self) -> dict[str, int | dict[str, int]]"),
-          "Counters by name; those of the jobs under 'ledger'.")
+          "Counters by name; those of the jobs under 'ledger', count and sum of durations by name.")
+      .def(
+          "durations",
+          [](BoundScheduler& b) {
+            const StoreSchedulerCounters c = Use(b)->counters();
+            nb::dict out;
+            out["lookup_time"] = to_dict(c.lookup_time);
+            out["load_time"] = to_dict(c.load_time);
+            out["save_time"] = to_dict(c.save_time);
+            return out;
+          },
+          nb::sig("def durations(self) -> dict[str, dict[str, int]]"),
+          R"(Histograms of durations.
+
+Returns:
+    By name of the duration: "count", "sum_us", and how many took at most so many microseconds and more than the bound
+    before it, "up_to_us_" and the bound.)")
       .def(
           "close",
           [](BoundScheduler& b, double timeout_seconds) {

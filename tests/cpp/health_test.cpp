@@ -1,6 +1,8 @@
 // Health of the store scheduler, and what it tells at an incident.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -171,9 +173,12 @@ TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
     text << file.rdbuf();
     return text.str();
   };
-  EXPECT_EQ(content(), scheduler->flight_record()
-                           .text(scheduler->flight_record().size())
-                           .substr(0, content().size()));
+  const std::string first = "epoch 9: blocks went to quarantine\n";
+  ASSERT_TRUE(content().starts_with(first));
+  const std::string events = content().substr(first.size());
+  EXPECT_EQ(events, scheduler->flight_record().text().substr(0, events.size()));
+  EXPECT_EQ(std::filesystem::status(path).permissions(),
+            std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
   EXPECT_THAT(content(), HasSubstr("quarantine 3 1 2\n"));
   std::filesystem::remove(path);
   const JobId second = save(2, RequestId{4});
@@ -181,6 +186,60 @@ TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
   step(seconds(1));
   EXPECT_EQ(scheduler->counters().incidents, 2u);
   EXPECT_FALSE(std::filesystem::exists(path)) << "within a minute";
+}
+
+TEST_F(HealthTest, ARecordFollowsThoseBeforeItUpToABound) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-flights-" + std::to_string(::getpid()));
+  std::ofstream(path) << "of a run before\n";
+  StoreSchedulerOptions options;
+  options.flight_record_path = path.string();
+  options.quarantine_after = seconds(1);
+  build(options);
+  const auto incident = [&](std::uint8_t salt) {
+    lines.clear();
+    report(save(salt, RequestId{salt}), JobOutcome::kOk, false);
+    step(seconds(61));
+  };
+  const auto content = [&] {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+  };
+  incident(1);
+  EXPECT_TRUE(content().starts_with("of a run before\nepoch 9: blocks went to quarantine\n"));
+  const std::size_t size = content().size();
+  incident(2);
+  EXPECT_TRUE(content().substr(size).starts_with("epoch 9: blocks went to quarantine\n"));
+  std::filesystem::resize_file(path, 8 << 20);
+  incident(3);
+  EXPECT_EQ(std::filesystem::file_size(path), 8u << 20);
+  EXPECT_THAT(lines, ::testing::Contains(
+                         HasSubstr("could not be written to " + path.string() +
+                                   ": it has 8388608 bytes, and at most 8388608 are kept")));
+  std::filesystem::remove(path);
+}
+
+TEST_F(HealthTest, WhatIsNoFileDoesNotHoldUpAStep) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-fifo-" + std::to_string(::getpid()));
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  StoreSchedulerOptions options;
+  options.flight_record_path = path.string();
+  options.quarantine_after = seconds(1);
+  build(options);
+  report(save(1), JobOutcome::kOk, false);
+  step(seconds(1));
+  EXPECT_THAT(lines, ::testing::Contains(HasSubstr("could not be written to " + path.string() +
+                                                   ": No such device or address")));
+  const int reader = ::open(path.c_str(), O_RDONLY | O_NONBLOCK);
+  lines.clear();
+  report(save(2, RequestId{4}), JobOutcome::kOk, false);
+  step(seconds(61));
+  EXPECT_THAT(lines, ::testing::Contains(HasSubstr("it is no regular file")));
+  ::close(reader);
+  std::filesystem::remove(path);
 }
 
 TEST_F(HealthTest, ALostRaceIsNoTrouble) {

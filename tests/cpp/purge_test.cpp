@@ -112,6 +112,38 @@ TEST_F(PurgeTest, GoesOnWhileTheStoreIsOffAndLeavesItOff) {
   EXPECT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
 }
 
+TEST_F(PurgeTest, NothingOfBeforeIsToldAsStored) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  build(options);
+  const auto told = [&] {
+    std::vector<StoreChange> changes;
+    scheduler->take_changes(changes);
+    return changes.size();
+  };
+  const JobId ended = save();
+  const Hashes other(8, 2);
+  scheduler->advanced(RequestId{8}, 64, other.list());
+  scheduler->save(RequestId{8}, {0, 64}, rows.get(), now);
+  const JobId in_flight = scheduler->end_step(now).jobs.at(0).id;
+  report(ended, JobOutcome::kOk, true);
+  scheduler->purge(now);
+  EXPECT_EQ(told(), 0u) << "queued before the purge";
+  report(in_flight, JobOutcome::kOk, true);
+  scheduler->end_step(now);
+  EXPECT_EQ(told(), 0u) << "in flight when it began";
+  ASSERT_EQ(store->removals.size(), 1u);
+  store->end_removal({ItemStatus::kOk, 16});
+  scheduler->end_step(now);
+  now = now + seconds(12);
+  scheduler->end_step(now);
+  store->end_removal({ItemStatus::kOk, 0});
+  scheduler->end_step(now);
+  ASSERT_EQ(state(), PurgeState::kDone);
+  report(save(RequestId{9}), JobOutcome::kOk, true);
+  EXPECT_EQ(told(), 8u) << "4 chunks of 2 groups";
+}
+
 TEST_F(PurgeTest, RemovesWhatBeginsAsOurKeysDoAndSettles) {
   build();
   scheduler->purge(now);

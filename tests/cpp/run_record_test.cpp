@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/stat.h>
+
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -173,8 +175,28 @@ TEST(RunRecord, AFileTakesIt) {
     // Before it is closed: a crash loses nothing.
     EXPECT_EQ(std::filesystem::file_size(path), recorded().size());
   }
+  EXPECT_EQ(std::filesystem::status(path).permissions(),
+            std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+  // It may be what explains a crash.
+  try {
+    RunFile again(path.string());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("record_to = " + path.string() +
+                                        ": expected the name of a new file that can be written"));
+    EXPECT_THAT(error.what(), HasSubstr("File exists"));
+  }
+  EXPECT_EQ(std::filesystem::file_size(path), recorded().size());
   std::filesystem::remove(path);
   EXPECT_THROW(RunFile("/nowhere/at/all"), Error);
+}
+
+TEST(RunRecord, AFileWithoutAReaderDoesNotHoldUpItsMaking) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-fifo-" + std::to_string(::getpid()));
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  EXPECT_THROW(RunFile(path.string()), Error);
+  std::filesystem::remove(path);
 }
 
 TEST(RunRecord, ASinkThatTakesNoMoreEndsTheRecording) {

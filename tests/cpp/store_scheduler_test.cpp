@@ -872,13 +872,62 @@ TEST_F(SchedulerTest, WhatALoadNoLongerFindsIsToldAsGone) {
   scheduler->end_step(now);
   report(job, JobOutcome::kPartial, true,
          {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)},
-          {StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kUnavailable)}});
+          {StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kUnavailable)},
+          {StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)}});
   std::vector<StoreChange> changes;
   scheduler->take_changes(changes);
-  ASSERT_EQ(changes.size(), 1u) << "what cannot be reached may still be there";
+  ASSERT_EQ(changes.size(), 2u) << "what cannot be reached may still be there";
   EXPECT_FALSE(changes[0].stored);
   EXPECT_EQ(changes[0].group, GroupId{1});
   EXPECT_EQ(changes[0].tokens, 32u);
+  EXPECT_FALSE(changes[1].stored) << "what is damaged is removed";
+  EXPECT_EQ(changes[1].tokens, 64u);
+}
+
+TEST_F(SchedulerTest, RequestsWithSavesInFlightAreToldAlsoWhenTheyHaveFinished) {
+  StoreSchedulerOptions options;
+  options.ranks = 2;
+  build_hybrid(options);
+  const Hashes hashes(4, 1);
+  const auto saving = [&] {
+    std::vector<RequestId> found;
+    scheduler->saving_requests(found);
+    return found;
+  };
+  EXPECT_THAT(saving(), IsEmpty());
+  scheduler->advanced(kRequest, 48, hashes.list());
+  scheduler->boundary(kRequest, GroupId{2}, BlockId{9}, 48);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_THAT(saving(), ElementsAre(kRequest)) << "its save is planned at the end of the step";
+  const JobId job = scheduler->end_step(now).jobs.at(0).id;
+  EXPECT_THAT(saving(), ElementsAre(kRequest));
+  report(job, JobOutcome::kOk, true);
+  EXPECT_THAT(saving(), ElementsAre(kRequest)) << "one rank has not stored it yet";
+  report(job, JobOutcome::kOk, false, {}, Rank{1});
+  EXPECT_THAT(saving(), IsEmpty()) << "its outcome is known";
+}
+
+TEST_F(SchedulerTest, ChangesThatNobodyTakesHaveABound) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  build({test::full_group(16)}, options);
+  const Rows rows({{1, 2, 3, 4, 5, 6, 7, 8}});
+  constexpr std::uint32_t kSaves = (1 << 16) / 8 + 2;
+  for (std::uint32_t i = 0; i < kSaves; ++i) {
+    const Hashes hashes(8, static_cast<std::uint8_t>(1 + i % 200));
+    const RequestId id{i + 1};
+    scheduler->advanced(id, 128, hashes.list());
+    scheduler->save(id, {0, 128}, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    ASSERT_EQ(plan.jobs.size(), 1u);
+    report(plan.jobs[0].id, JobOutcome::kOk, true);
+    scheduler->finished(id, FinishReason::kCompleted);
+    now = now + seconds(1);  // what was saved 200 saves ago is saved again
+  }
+  EXPECT_EQ(scheduler->counters().changes_dropped, 16u);
+  std::vector<StoreChange> changes;
+  scheduler->take_changes(changes);
+  EXPECT_EQ(changes.size(), 1u << 16);
 }
 
 TEST_F(SchedulerTest, ASaveWithHolesInItsTableProvesNothing) {

@@ -9,7 +9,7 @@ import kvprism
 import pytest
 from kvprism._core import replay_run
 from kvprism.cli import main
-from store_helpers import Rank
+from store_helpers import Rank, hashes
 
 SOURCES, TARGETS = [3, 1, 7], [5, 6, 2]
 TOKENS = list(range(13))
@@ -81,6 +81,32 @@ def test_what_is_no_recording_is_refused(
         Rank(record_to=str(tmp_path / "no" / "folder"))
 
 
+def test_a_recording_is_never_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(kvprism.Error, match="epoch"):
+        Rank(record_to=str(path), epoch=0)
+    assert not path.exists(), "what is refused leaves no file behind"
+    recorded(path)
+    content = path.read_bytes()
+    with pytest.raises(kvprism.Error, match=r"record_to.*File exists"):
+        Rank(record_to=str(path))
+    assert path.read_bytes() == content
+
+
+def test_requests_with_saves_in_flight_are_named() -> None:
+    rank = Rank()
+    assert rank.scheduler.saving_requests() == set()
+    rank.scheduler.advanced(7, len(TOKENS), hashes(TOKENS))
+    span = rank.scheduler.wants_save(7)
+    assert span is not None
+    rank.scheduler.save(7, span, [SOURCES])
+    rank.scheduler.finished(7)
+    assert rank.scheduler.saving_requests() == {7}
+    rank.step()
+    assert rank.scheduler.saving_requests() == set()
+    rank.close()
+
+
 def test_health_and_flight_record() -> None:
     rank = Rank()
     rank.save(TOKENS, SOURCES)
@@ -91,8 +117,11 @@ def test_health_and_flight_record() -> None:
     assert len(rank.scheduler.flight_record(most=1).splitlines()) == 1
     counters = rank.scheduler.counters()
     assert counters["health"] == counters["incidents"] == 0
-    times = counters["save_time"]
-    assert isinstance(times, dict)
+    told = counters["save_time"]
+    assert isinstance(told, dict)
+    assert set(told) == {"count", "sum_us"}
+    times = rank.scheduler.durations()["save_time"]
+    assert set(rank.scheduler.durations()) == {"lookup_time", "load_time", "save_time"}
     assert times["count"] == 1
     assert sum(n for name, n in times.items() if name.startswith("up_to_us_")) == 1
     rank.scheduler.set_mode("off")

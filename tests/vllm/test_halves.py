@@ -13,6 +13,7 @@ import pytest
 from kvprism import StepPlan
 from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
+from kvprism.vllm.events import Announcer
 from kvprism.vllm.metadata import StepMetadata
 from kvprism.vllm.options import read_options
 from kvprism.vllm.scheduler_side import SchedulerSide
@@ -80,12 +81,18 @@ def _hash(value: Any) -> bytes:
 class Engine:
     """What vLLM's scheduler does around the connector, as far as it matters here."""
 
-    def __init__(self, mooncake: LocalMooncake, described: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        mooncake: LocalMooncake,
+        described: Any,
+        announcer: Announcer | None = None,
+        **options: Any,
+    ) -> None:
         from vllm.v1.core.block_pool import BlockPool
 
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=BLOCK)
         chosen = read_options({"master_server_address": mooncake.master, **options}, {})
-        self.half = SchedulerSide(described, chosen, loads=True, saves=True)
+        self.half = SchedulerSide(described, chosen, loads=True, saves=True, announcer=announcer)
         self.half.bind_pool(self.pool)
         self.tables: dict[str, list[Any]] = {}
         self.preempted: set[str] | None = None
@@ -265,6 +272,90 @@ def test_a_reset_that_is_not_over_is_told_at_the_end(
     purging.half.purge()
     purging.half.close()
     assert "closed while a purge was removing" in caplog.text
+
+
+@pytest.fixture
+def announcing(mooncake: LocalMooncake, described: Any) -> Iterator[tuple[Engine, Announcer]]:
+    announcer = Announcer(configuration(), BLOCK)
+    made = Engine(mooncake, described, announcer, purge_settle_seconds=0.01)
+    yield made, announcer
+    made.half.close()
+
+
+def test_a_finished_request_is_kept_while_a_save_of_it_is_in_flight(
+    announcing: tuple[Engine, Announcer], mooncake: LocalMooncake, described: Any
+) -> None:
+    engine, announcer = announcing
+    worker = make_worker(mooncake, configuration(), described)
+    tokens = [7, *TOKENS[1:]]
+    saved = engine.request("a", tokens)
+    engine.allocate(saved, len(tokens))
+    metadata = engine.step(a=len(tokens))
+    engine.free(saved)
+    for name in "bcd":
+        engine.half.finished(engine.request(name, tokens[:BLOCK]))
+    assert engine.half.take_events() == []
+    assert list(announcer._finished.values()) == [saved]
+    run(worker, engine, metadata)
+    worker.close()
+    (event,) = engine.half.take_events()
+    assert event.token_ids == tokens[: 4 * BLOCK]
+    assert len(event.block_hashes) == 4
+    assert not announcer._finished
+    assert not announcer._live
+
+
+def test_what_was_stored_by_a_request_that_nobody_knows_is_not_announced(
+    announcing: tuple[Engine, Announcer], mooncake: LocalMooncake, described: Any
+) -> None:
+    engine, announcer = announcing
+    worker = make_worker(mooncake, configuration(), described)
+    tokens = [8, *TOKENS[1:]]
+    request = engine.request("a", tokens)
+    engine.allocate(request, len(tokens))
+    metadata = engine.step(a=len(tokens))
+    engine.free(request)
+    announcer._finished.clear()
+    run(worker, engine, metadata)
+    worker.close()
+    assert engine.half.counters()["saved_objects"] == 4
+    assert engine.half.take_events() == []
+
+
+def test_a_reset_is_announced_and_nothing_of_before_it(
+    announcing: tuple[Engine, Announcer], mooncake: LocalMooncake, described: Any
+) -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    engine, _ = announcing
+    worker = make_worker(mooncake, configuration(), described)
+    for name, first in (("a", 9), ("b", 10)):
+        tokens = [first, *TOKENS[1:]]
+        request = engine.request(name, tokens)
+        engine.allocate(request, len(tokens))
+        metadata = engine.step(**{name: len(tokens)})
+        if name == "a":
+            run(worker, engine, metadata)
+    engine.half.purge()
+    assert [type(event) for event in engine.half.take_events()] == [AllBlocksCleared]
+    run(worker, engine, metadata)
+    worker.close()
+    finish_purge(engine)
+    assert engine.half.take_events() == []
+
+
+def test_health_is_told_when_nothing_else_has_changed(engine: Engine) -> None:
+    engine.half._core.set_mode("off")
+    engine.step()
+    stats = engine.half.take_stats()
+    assert stats is not None
+    assert stats.data == {"health": 2}
+    assert engine.half.take_stats() is None
+    engine.half._core.set_mode("read_write")
+    engine.step()
+    stats = engine.half.take_stats()
+    assert stats is not None
+    assert stats.data == {"health": -2}
 
 
 def test_a_lookup_is_asked_again_until_it_is_answered(engine: Engine) -> None:

@@ -1,34 +1,50 @@
 #include "kvprism/backend/run_file.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "kvprism/base/error.h"
+#include "kvprism/base/log.h"
 
 namespace kvprism {
 
 struct RunFile::Impl {
-  std::FILE* file = nullptr;
-  ~Impl() {
-    if (file != nullptr) std::fclose(file);
-  }
+  int file = -1;
+  std::string path;
 };
 
 RunFile::RunFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
-  impl_->file = std::fopen(path.c_str(), "wb");
-  if (impl_->file == nullptr) {
+  impl_->path = path;
+  // What is made here is a regular file: whatever else has the name is an error.
+  impl_->file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (impl_->file < 0) {
     fail(ErrorCode::kInvalidArgument, "recording",
-         {"record_to", path, "a file that can be written", std::strerror(errno)});
+         {"record_to", path, "the name of a new file that can be written", std::strerror(errno)});
   }
 }
-RunFile::~RunFile() = default;
+
+RunFile::~RunFile() {
+  // Some file systems tell only now that they have no space.
+  if (::close(impl_->file) != 0) {
+    log(LogLevel::kWarning,
+        "the recording " + impl_->path + " may lack its end: " + std::strerror(errno));
+  }
+}
 
 RunSink RunFile::sink() noexcept {
   return {[](void* context, std::span<const std::byte> bytes) {
-            std::FILE* const file = static_cast<Impl*>(context)->file;
-            return std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size() &&
-                   std::fflush(file) == 0;
+            const int file = static_cast<Impl*>(context)->file;
+            while (!bytes.empty()) {
+              const ssize_t written = ::write(file, bytes.data(), bytes.size());
+              if (written < 0 && errno == EINTR) continue;
+              if (written <= 0) return false;
+              bytes = bytes.subspan(static_cast<std::size_t>(written));
+            }
+            return true;
           },
           impl_.get()};
 }

@@ -57,6 +57,7 @@ kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
     visitor(context, "save_time.sum_us", c.save_time.sum_us);
     visitor(context, "purges", c.purges);
     visitor(context, "objects_purged", c.objects_purged);
+    visitor(context, "changes_dropped", c.changes_dropped);
     visitor(context, "bypasses", c.bypasses);
     const LedgerCounters& l = c.ledger;
     visitor(context, "ledger.started", l.started);

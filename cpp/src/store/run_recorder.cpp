@@ -61,6 +61,7 @@ RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* remova
 
 bool RecordingIndex::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                                   Instant deadline) {
+  if (!recorder_->on()) return index_->start_exists(op, batch, now, deadline);
   RunStart start = describe_start(op, *batch, nullptr);
   start.accepted = index_->start_exists(op, batch, now, deadline) ? 1 : 0;
   recorder_->record(RunKind::kIndexStart, deadline,
@@ -70,6 +71,7 @@ bool RecordingIndex::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, 
 
 bool RecordingIndex::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch,
                                   const Removal& removal, Instant now, Instant deadline) {
+  if (!recorder_->on()) return index_->start_remove(op, batch, removal, now, deadline);
   RunStart start = describe_start(op, *batch, &removal);
   start.accepted = index_->start_remove(op, batch, removal, now, deadline) ? 1 : 0;
   recorder_->record(RunKind::kIndexStart, deadline,
@@ -78,6 +80,7 @@ bool RecordingIndex::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch,
 }
 
 bool RecordingIndex::poll_index(Instant now, Completion& out) {
+  if (!recorder_->on()) return index_->poll_index(now, out);
   if (!index_->poll_index(now, out)) {
     recorder_->record(RunKind::kIndexIdle, now, [](RunWriter) {});
     return false;

@@ -111,6 +111,8 @@ class RunRecorder {
     std::memcpy(buffer_.data() + head, &filled, sizeof(filled));
     buffer_.resize((buffer_.size() + 7) & ~std::size_t{7});
   }
+  // False once the sink takes no more.
+  bool on() const noexcept { return sink_.write != nullptr; }
   // One call at a time; calls inside of it are its own business.
   bool enter() noexcept { return depth_++ == 0; }
   void leave(bool outermost) noexcept {
@@ -131,7 +133,7 @@ class RecordedCall {
  public:
   template <class Fill>
   RecordedCall(RunRecorder* recorder, RunCall call, Instant now, Fill fill)
-      : recorder_(recorder), now_(now) {
+      : recorder_(recorder != nullptr && recorder->on() ? recorder : nullptr), now_(now) {
     if (recorder_ == nullptr) return;
     outermost_ = recorder_->enter();
     if (!outermost_) return;

@@ -5,6 +5,11 @@
 #include "store/scheduler_impl.h"
 
 namespace kvprism {
+namespace {
+
+constexpr std::size_t kMostChanges = 1 << 16;  // that nobody takes
+
+}  // namespace
 
 // Hashes of the chunk's prefix and of the one before it. False when the request is no longer known:
 // a chunk without its parent is of no use to a listener.
@@ -26,6 +31,9 @@ bool StoreScheduler::Impl::name_change(StoreChange& change, std::uint64_t genera
 
 // The chunks of the job under construction, named while their request is known.
 void StoreScheduler::Impl::note_chunks(detail::Save& save) {
+  std::size_t count = 0;
+  for (const RunRecord& run : builder.runs()) count += run.count;
+  save.chunks.reserve(count);
   for (const RunRecord& run : builder.runs()) {
     const std::uint32_t chunk_tokens = groups[raw(run.group)].chunk_tokens;
     for (std::uint32_t i = 0; i < run.count; ++i) {
@@ -33,27 +41,46 @@ void StoreScheduler::Impl::note_chunks(detail::Save& save) {
       StoreChange change{
           true, save.request, projection().group_id(run.group), run.first_chunk + i, tokens, {},
           {}};
-      if (name_change(change, save.generation, chunk_tokens)) save.chunks.push_back(change);
+      if (name_change(change, save.generation, chunk_tokens)) {
+        save.chunks.push_back(std::move(change));
+      }
     }
   }
 }
 
+void StoreScheduler::Impl::tell(StoreChange&& change) {
+  if (changes.size() == kMostChanges) {
+    ++counters.changes_dropped;
+    return;
+  }
+  changes.push_back(std::move(change));
+}
+
 void StoreScheduler::Impl::tell_stored(detail::Save& save, const JobEvent& end) {
-  if (end.whole) return;
+  // A purge removes them.
+  if (end.whole || purge.status.active()) return;
+  const auto place = [](GroupId group, std::uint32_t chunk) {
+    return std::uint64_t{raw(group)} << 32 | chunk;
+  };
+  failed_places.clear();
+  for (const FailedChunk& chunk : end.failed) {
+    failed_places.push_back(place(projection().group_id(chunk.group), chunk.chunk));
+  }
+  std::sort(failed_places.begin(), failed_places.end());
   for (StoreChange& change : save.chunks) {
-    const bool failed =
-        std::any_of(end.failed.begin(), end.failed.end(), [&](const FailedChunk& chunk) {
-          return projection().group_id(chunk.group) == change.group && chunk.chunk == change.chunk;
-        });
-    if (!failed) changes.push_back(std::move(change));
+    if (!std::binary_search(failed_places.begin(), failed_places.end(),
+                            place(change.group, change.chunk))) {
+      tell(std::move(change));
+    }
   }
 }
 
-// A lookup saw them, so they have gone since. Of a chunk that is not full it is not known under
-// which of its prefixes the object was.
+// A lookup saw them, so they have gone since, or are damaged and will be removed. Of a chunk that
+// is not full it is not known under which of its prefixes the object was.
 void StoreScheduler::Impl::tell_missing(const detail::Load& load, const JobEvent& end) {
   for (const FailedChunk& chunk : end.failed) {
-    if (static_cast<ItemStatus>(chunk.status) != ItemStatus::kMissing) continue;
+    const auto status = static_cast<ItemStatus>(chunk.status);
+    if (status != ItemStatus::kMissing && status != ItemStatus::kChecksumMismatch) continue;
     const std::uint32_t chunk_tokens = groups[raw(chunk.group)].chunk_tokens;
     const bool full = std::none_of(load.runs.begin(), load.runs.end(), [&](const RunRecord& run) {
       return run.group == chunk.group && run.first_chunk + run.count - 1 == chunk.chunk &&
@@ -67,8 +94,18 @@ void StoreScheduler::Impl::tell_missing(const detail::Load& load, const JobEvent
                        (chunk.chunk + 1) * chunk_tokens,
                        {},
                        {}};
-    if (name_change(change, load.generation, chunk_tokens)) changes.push_back(std::move(change));
+    if (name_change(change, load.generation, chunk_tokens)) tell(std::move(change));
   }
+}
+
+// What is to be stored by `changes` will have gone.
+void StoreScheduler::Impl::take_back_stored() {
+  std::erase_if(changes, [](const StoreChange& change) { return change.stored; });
+}
+
+void StoreScheduler::saving_requests(std::vector<RequestId>& out) const {
+  for (const auto& [job, save] : impl_->saves) out.push_back(save.request);
+  for (const detail::Offer& offer : impl_->offers) out.push_back(offer.request);
 }
 
 void StoreScheduler::take_changes(std::vector<StoreChange>& out) {

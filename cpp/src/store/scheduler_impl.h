@@ -204,6 +204,7 @@ struct StoreScheduler::Impl {
   WorkerReport incoming;
   Presence loaded;
   std::vector<bool> unit_failed;
+  std::vector<std::uint64_t> failed_places;
 
   StoreMode mode = StoreMode::kReadWrite;
   detail::Purge purge;
@@ -305,6 +306,8 @@ struct StoreScheduler::Impl {
 
   bool name_change(StoreChange& change, std::uint64_t generation, std::uint32_t chunk_tokens);
   void note_chunks(detail::Save& save);
+  void tell(StoreChange&& change);
+  void take_back_stored();
   void tell_stored(detail::Save& save, const JobEvent& end);
   void tell_missing(const detail::Load& load, const JobEvent& end);
 

@@ -33,6 +33,7 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   purge.away = false;
   purge.held_up = false;
   drop_offers();
+  take_back_stored();
   saved_prefixes.clear();
   for (auto& [id, request] : requests) {
     request.lookup.state = LookupState::kNone;

@@ -51,6 +51,18 @@ void check_options(const StoreSchedulerOptions& options, const KeySchema* schema
   if (options.backoff_after == 0) problems.add("backoff_after", "0", "at least 1 save");
 }
 
+// With the ranks filled in. Throws when there are problems, those of before included.
+StoreSchedulerOptions checked_options(const KeySchema* schema, StoreSchedulerOptions options,
+                                      ProblemList& problems) {
+  if (options.ranks == 0 && schema != nullptr) {
+    options.ranks = schema->projection().parallel().world();
+  }
+  check_options(options, schema, problems);
+  if (schema != nullptr) problems.append(validate_store(schema->projection()));
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "store scheduler");
+  return options;
+}
+
 }  // namespace
 
 bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes) {
@@ -173,18 +185,19 @@ StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<ObjectIndex> index,
                                const StoreSchedulerOptions& wanted) {
   ProblemList problems;
-  StoreSchedulerOptions options = wanted;
-  if (options.ranks == 0 && schema) options.ranks = schema->projection().parallel().world();
   if (!schema) problems.add("schema", "null", "a key schema");
   if (!index) problems.add("index", "null", "an object index");
-  check_options(options, schema.get(), problems);
-  if (schema) problems.append(validate_store(schema->projection()));
-  problems.throw_if_any(ErrorCode::kInvalidConfig, "store scheduler");
+  const StoreSchedulerOptions options = checked_options(schema.get(), wanted, problems);
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), options);
   impl_->plan.digest = impl_->projection().digest();
   impl_->plan.epoch = options.epoch;
 }
 StoreScheduler::~StoreScheduler() = default;
+
+void StoreScheduler::check(const KeySchema& schema, const StoreSchedulerOptions& options) {
+  ProblemList problems;
+  checked_options(&schema, options, problems);
+}
 
 const Projection& StoreScheduler::projection() const noexcept { return impl_->projection(); }
 const StoreSchedulerOptions& StoreScheduler::options() const noexcept { return impl_->options; }

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from .._core import StoreChange
+from .._core import StoreChange, StoreScheduler
 
-_FINISHED_KEPT = 4096  # requests whose saves may still be in flight; older ones lose their tokens
+_FINISHED_KEPT = 1024  # with saves in flight; saves of older ones are not announced
 
 
 def wanted(vllm_config: Any) -> bool:
@@ -33,22 +33,36 @@ class Announcer:
         self._windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self._live: dict[int, Any] = {}
         self._finished: OrderedDict[int, Any] = OrderedDict()
+        self._cleared = False
 
     def begin(self, number: int, request: Any) -> None:
         """A request whose chunks may be stored."""
         self._live[number] = request
 
     def finish(self, number: int) -> None:
-        """It is over; saves of it may be in flight."""
+        """It is over; saves of it may be in flight, which the next `events` tells."""
         request = self._live.pop(number, None)
         if request is not None:
             self._finished[number] = request
             if len(self._finished) > _FINISHED_KEPT:
                 self._finished.popitem(last=False)
 
-    def idle(self) -> None:
-        """No save is in flight."""
-        self._finished.clear()
+    def clear(self) -> None:
+        """The store begins to be emptied."""
+        self._cleared = True
+
+    def take(self, core: StoreScheduler) -> list[Any]:
+        """Events of what has changed; only finished requests with saves in flight are kept."""
+        from vllm.distributed.kv_events import AllBlocksCleared
+
+        cleared, self._cleared = self._cleared, False
+        events = [AllBlocksCleared()] if cleared else []
+        events += self.events(core.take_changes())
+        if self._finished:
+            saving = core.saving_requests()
+            for number in [number for number in self._finished if number not in saving]:
+                del self._finished[number]
+        return events
 
     def events(self, changes: Iterable[StoreChange]) -> list[Any]:
         """Consecutive chunks of one request and group become one event."""
@@ -67,27 +81,28 @@ class Announcer:
                 runs[-1].append(change)
             else:
                 runs.append([change])
-        return [self._stored(run) if run[0].stored else self._removed(run) for run in runs]
+        made = [self._stored(run) if run[0].stored else self._removed(run) for run in runs]
+        return [event for event in made if event is not None]
 
     def _stored(self, run: list[StoreChange]) -> Any:
+        """None when nobody knows the tokens any more: a listener could not use it."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 
         first, group = run[0], int(run[0].group)
         size = self._length(first)
         request = self._request_of(run)
+        if request is None:
+            return None
         adapter = getattr(request, "lora_request", None)
-        tokens = (
-            [] if request is None else request.all_token_ids[first.tokens - size : run[-1].tokens]
-        )
         return BlockStored(
             block_hashes=[_external(change.hash) for change in run],
             parent_block_hash=_external(first.parent) if first.parent else None,
-            token_ids=list(tokens),
+            token_ids=list(request.all_token_ids[first.tokens - size : run[-1].tokens]),
             block_size=size,
             lora_id=adapter.adapter_id if adapter else None,
             medium=MEDIUM_STORAGE,
             lora_name=adapter.name if adapter else None,
-            extra_keys=None if request is None else _extra_keys(request, run, size),
+            extra_keys=_extra_keys(request, run, size),
             group_idx=group,
             kv_cache_spec_kind=self._kinds[group],
             kv_cache_spec_sliding_window=self._windows[group],

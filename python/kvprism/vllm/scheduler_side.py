@@ -111,6 +111,7 @@ class SchedulerSide:
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
+        self._health = self._core.health()  # told last
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -332,12 +333,7 @@ class SchedulerSide:
 
     def take_events(self) -> list[Any]:
         """What the store has gained and lost since the last call, when somebody listens."""
-        if self._announcer is None:
-            return []
-        events = self._announcer.events(self._core.take_changes())
-        if not self._core.has_pending_work():
-            self._announcer.idle()
-        return events
+        return [] if self._announcer is None else self._announcer.take(self._core)
 
     def counters(self) -> dict[str, int | dict[str, int]]:
         """The StoreScheduler's counters."""
@@ -345,8 +341,11 @@ class SchedulerSide:
 
     def take_stats(self) -> StoreStats | None:
         """What has been counted since the last call, where something may have been."""
-        if not self._stirred:
+        # Health also becomes better by time alone.
+        health = self._core.health()
+        if not self._stirred and health == self._health:
             return None
+        self._health = health
         self._stirred = self._core.has_pending_work()
         return self._differences.take(self._core.counters())
 
@@ -362,6 +361,8 @@ class SchedulerSide:
                 self._core.advanced(tracked.number, max(1, computed))
                 tracked.purged = True
                 self._saving.pop(request_id, None)
+        if self._announcer is not None:
+            self._announcer.clear()
         self._core.purge()
         self._take_load_ends()
 

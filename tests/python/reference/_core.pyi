@@ -1519,8 +1519,8 @@ class StoreScheduler:
             avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
             purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
             max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
-            flight_record_path: File that gets the flight record at a quarantine, a silent rank or a mismatch; "" for the log.
-            record_to: File that gets everything which decides; `kvprism replay-run` repeats it. It holds hashes, no tokens.
+            flight_record_path: File that gets the flight record at its end at a quarantine, a silent rank or a mismatch; "" for the log.
+            record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.
             hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
             tell_changes: Keep for `take_changes` what comes and goes.
 
@@ -1710,10 +1710,18 @@ class StoreScheduler:
 
     def take_changes(self) -> list[StoreChange]:
         """
-        What every rank has stored, and what a load no longer found, since the last call.
+        What every rank has stored, and what a load no longer found or found damaged, since the last call.
 
         Returns:
             A list, in order; empty unless `tell_changes` was set.
+        """
+
+    def saving_requests(self) -> set[int]:
+        """
+        Requests of which a save is in flight: changes may still name these and no other one that has finished.
+
+        Returns:
+            Their numbers.
         """
 
     def take_acquired(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
@@ -1760,7 +1768,18 @@ class StoreScheduler:
         """
 
     def counters(self) -> dict[str, int | dict[str, int]]:
-        """Counters by name; those of the jobs under 'ledger'."""
+        """
+        Counters by name; those of the jobs under 'ledger', count and sum of durations by name.
+        """
+
+    def durations(self) -> dict[str, dict[str, int]]:
+        """
+        Histograms of durations.
+
+        Returns:
+            By name of the duration: "count", "sum_us", and how many took at most so many microseconds and more than the bound
+            before it, "up_to_us_" and the bound.
+        """
 
     def close(self, timeout_seconds: float = 5.0) -> int:
         """

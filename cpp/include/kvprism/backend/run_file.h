@@ -10,11 +10,13 @@
 namespace kvprism {
 
 // Must outlive the scheduler that writes to it. Each call of the scheduler is in the file when it
-// returns, so that a crash loses none.
+// returns, so that a crash of the process loses none; a call waits for as long as the file system
+// takes for that. A tool for tests and incidents.
 // Ownership: owns the file. Threads: the scheduler's.
 class KVPRISM_API RunFile {
  public:
-  // Replaces a file of that name. Throws Error (kInvalidArgument) when it cannot be written.
+  // Makes the file, with mode 0600. Throws Error (kInvalidArgument) when there is one of that name,
+  // which may be what explains a crash, or when it cannot be made.
   explicit RunFile(const std::string& path);
   ~RunFile();
   RunFile(const RunFile&) = delete;

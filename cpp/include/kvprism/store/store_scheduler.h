@@ -77,7 +77,8 @@ struct StoreHealth {
 KVPRISM_API std::string describe(const StoreHealth& health);
 
 // Where a scheduler's run is recorded. `write` gets whole records, at most once a call of the
-// scheduler, and must not call it; false ends the recording.
+// scheduler, and must not call it; false ends the recording, and nothing is built for it any more.
+// A step waits for as long as `write` takes: a tool for tests and incidents.
 struct RunSink {
   bool (*write)(void* context, std::span<const std::byte> bytes) = nullptr;
   void* context = nullptr;
@@ -112,9 +113,10 @@ struct StoreSchedulerOptions {
   Duration purge_settle = seconds(12);
   // A reason for being degraded is told for at least so long, so that health does not flicker.
   Duration healthy_after = seconds(5);
-  // The flight record goes to this file at a quarantine, a silent rank or a mismatch, at most once
-  // a minute: some 300 KB, written in the step that learns of it. Empty: its last lines go to the
-  // log.
+  // The flight record goes to the end of this file at a quarantine, a silent rank or a mismatch, at
+  // most once a minute: a line with the epoch, then some 300 KB, written in the step that learns of
+  // it. Made with mode 0600; only a regular file is written to, and none beyond 8 MiB. Empty: its
+  // last lines go to the log.
   std::string flight_record_path;
   RunSink record;  // everything that decides; replay_run() repeats it
 };
@@ -159,7 +161,8 @@ struct LoadEnd {
   std::vector<FailedBlock> failed;
 };
 
-// A chunk that every rank has stored, or that a lookup saw and a load no longer found.
+// A chunk that every rank has stored, or one that is gone: a lookup saw it and a load no longer
+// found it, or found it damaged, for which it is removed.
 struct StoreChange {
   bool stored = true;  // false: gone
   RequestId request{};
@@ -218,6 +221,7 @@ struct StoreSchedulerCounters {
   DurationHistogram save_time;        // from the plan to the outcome
   std::uint64_t purges = 0;
   std::uint64_t objects_purged = 0;
+  std::uint64_t changes_dropped = 0;  // 65,536 others had not been taken
   std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
   LedgerCounters ledger;
 };
@@ -232,6 +236,10 @@ class KVPRISM_API StoreScheduler {
   ~StoreScheduler();
   StoreScheduler(const StoreScheduler&) = delete;
   StoreScheduler& operator=(const StoreScheduler&) = delete;
+
+  // Throws what the constructor would throw, and does nothing else: before a file is opened for the
+  // recording.
+  static void check(const KeySchema& schema, const StoreSchedulerOptions& options);
 
   const Projection& projection() const noexcept;
   const StoreSchedulerOptions& options() const noexcept;
@@ -302,8 +310,12 @@ class KVPRISM_API StoreScheduler {
 
   // Appends and forgets.
   void take_load_ends(std::vector<LoadEnd>& out);
-  // Appends and forgets, in order; nothing unless options().tell_changes.
+  // Appends and forgets, in order; nothing unless options().tell_changes. A purge takes back what
+  // it will remove: no change tells of storing from its beginning to its end.
   void take_changes(std::vector<StoreChange>& out);
+  // Appends the requests of which a save is in flight or about to be planned, some more than once:
+  // changes may still name these and no other one that has finished.
+  void saving_requests(std::vector<RequestId>& out) const;
   // Blocks to reference once more / once less, in order. Apply acquired ones before any block is
   // freed.
   void take_acquired(std::vector<BlockId>& out);
