@@ -245,7 +245,10 @@ TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
 
 TEST_F(CheckedSchedulerTest, OneCallAtATime) {
   const auto index = std::make_shared<CallingIndex>();
-  CheckedScheduler scheduler(schema_, index, {.epoch = 1, .tell_changes = true});
+  StoreSchedulerOptions options;
+  options.epoch = 1;
+  options.tell_changes = true;
+  CheckedScheduler scheduler(schema_, index, options);
   std::vector<std::string> refusals;
   std::vector<StoreChange> changes;
   index->call = [&] {

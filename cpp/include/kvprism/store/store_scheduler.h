@@ -117,8 +117,8 @@ struct StoreSchedulerOptions {
   // most once a minute: a line with the epoch, then some 300 KB, written in the step that learns of
   // it. Made with mode 0600; only a regular file is written to, and none beyond 8 MiB. Empty: its
   // last lines go to the log.
-  std::string flight_record_path;
-  RunSink record;  // everything that decides; replay_run() repeats it
+  std::string flight_record_path{};
+  RunSink record{};  // everything that decides; replay_run() repeats it
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
