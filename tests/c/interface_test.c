@@ -160,6 +160,12 @@ static void one_owner_a_side(void) {
   FAILS(kvprism_scheduler_set_mode(scheduler, 4, &error), KVPRISM_INVALID_ARGUMENT,
         "kvprism_scheduler_set_mode: mode = 4: expected 0 to 3");
   OK(kvprism_scheduler_set_mode(scheduler, 3, &error));
+  const int32_t id = 1;
+  const kvprism_blocks row = {&id, 1};
+  FAILS(
+      kvprism_scheduler_save(scheduler, 1, 0, 16, &row, SIZE_MAX, 0, &error),
+      KVPRISM_INVALID_ARGUMENT,
+      "kvprism_scheduler_save: num_rows = 18446744073709551615: expected 2, a row for every group");
   FAILS(kvprism_scheduler_boundary(scheduler, 1, 2, 3, 16, &error), KVPRISM_INVALID_ARGUMENT,
         "kvprism_scheduler_boundary: group = 2: expected less than 2, the number of groups");
   char* name = NULL;

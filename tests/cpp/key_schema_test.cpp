@@ -447,5 +447,17 @@ TEST(KeySchema, ShowsWhatItsFingerprintCovers) {
                                                             "float32[4,32]; bfloat16[3]"}));
 }
 
+TEST(KeySchema, NeedsAProjection) {
+  for (const auto& make : {&KeySchema::kvprism, &KeySchema::vllm, &KeySchema::make}) {
+    try {
+      make(nullptr, KeyFacts{});
+      FAIL() << "null was taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_THAT(error.what(), HasSubstr("projection = null: expected a projection"));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvprism

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "kvprism/base/error.h"
+
 namespace kvprism {
 namespace {
 
@@ -183,6 +185,17 @@ TEST_F(MemoryStoreTest, CallLimits) {
             (S{ItemStatus::kOk, ItemStatus::kOk, ItemStatus::kInvalid}));
   EXPECT_EQ(put(*store, {"d", "e"}, 60), (S{ItemStatus::kOk, ItemStatus::kInvalid}));
   EXPECT_EQ(store->capabilities().max_segments_per_call, 2U);
+}
+
+TEST(MemoryStoreSetUp, NeedsAPool) {
+  try {
+    MemoryStore(nullptr);
+    FAIL() << "null was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("pool = null: expected a pool"), std::string::npos)
+        << error.what();
+  }
 }
 
 }  // namespace

@@ -386,5 +386,17 @@ TEST(SegmentMap, ProvesALargePool) {
                Error);
 }
 
+TEST(SegmentMap, NeedsAProjection) {
+  try {
+    SegmentMap::make(nullptr, {});
+    FAIL() << "null was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("projection = null: expected a projection"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 }  // namespace
 }  // namespace kvprism

@@ -365,6 +365,7 @@ struct MemoryStore::Impl {
 
 MemoryStore::MemoryStore(std::shared_ptr<MemoryPool> pool, const MemoryStoreOptions& options)
     : impl_(std::make_unique<Impl>()) {
+  if (!pool) fail(ErrorCode::kInvalidArgument, "memory store", {"pool", "null", "a pool", {}});
   impl_->pool = std::move(pool);
   impl_->options = options;
 }

@@ -29,8 +29,15 @@ void need_hashes(Arguments& arguments, const kvprism_hashes* hashes) {
   }
 }
 
-void need_rows(Arguments& arguments, const kvprism_blocks* rows, std::size_t count) {
+void need_rows(Arguments& arguments, const kvprism_scheduler* scheduler, const kvprism_blocks* rows,
+               std::size_t count) {
   arguments.need_array(rows, count, "rows");
+  if (scheduler != nullptr && count > scheduler->base().projection().num_groups()) {
+    // Nothing of them is read: the array may be shorter.
+    return arguments.wrong(
+        "num_rows", std::to_string(count),
+        std::to_string(scheduler->base().projection().num_groups()) + ", a row for every group");
+  }
   for (std::size_t i = 0; rows != nullptr && i < count; ++i) {
     if (rows[i].ids == nullptr && rows[i].count != 0)
       arguments.wrong("rows[" + std::to_string(i) + "].ids", "null", "a pointer");
@@ -232,7 +239,7 @@ kvprism_status kvprism_scheduler_allocated(kvprism_scheduler* scheduler, uint64_
   return guarded(error, [&] {
     Arguments arguments("kvprism_scheduler_allocated");
     arguments.need(scheduler, "scheduler");
-    need_rows(arguments, rows, num_rows);
+    need_rows(arguments, scheduler, rows, num_rows);
     arguments.need(job, "job");
     arguments.check();
     const BlockRows tables = to_rows(*scheduler, rows, num_rows);
@@ -278,7 +285,7 @@ kvprism_status kvprism_scheduler_save(kvprism_scheduler* scheduler, uint64_t req
   return guarded(error, [&] {
     Arguments arguments("kvprism_scheduler_save");
     arguments.need(scheduler, "scheduler");
-    need_rows(arguments, rows, num_rows);
+    need_rows(arguments, scheduler, rows, num_rows);
     arguments.check();
     const BlockRows tables = to_rows(*scheduler, rows, num_rows);
     scheduler->call(

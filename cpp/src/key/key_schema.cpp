@@ -155,6 +155,12 @@ void check(const Projection& projection, const KeyFacts& facts, std::string_view
   }
 }
 
+void need(const std::shared_ptr<const Projection>& projection) {
+  if (!projection) {
+    fail(ErrorCode::kInvalidArgument, "key schema", {"projection", "null", "a projection", {}});
+  }
+}
+
 // The last component of a path or name, as the reference takes it.
 std::string base_name(std::string_view model) {
   while (model.ends_with('/')) model.remove_suffix(1);
@@ -233,6 +239,7 @@ RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept {
 
 std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projection> projection,
                                                     const KeyFacts& facts) {
+  need(projection);
   ProblemList problems;
   check(*projection, facts, "kvprism", problems);
   problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
@@ -263,6 +270,7 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
 
 std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projection> projection,
                                                  const KeyFacts& facts) {
+  need(projection);
   ProblemList problems;
   check(*projection, facts, "vllm", problems);
   auto impl = std::make_unique<Impl>();
@@ -306,6 +314,7 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
 
 std::shared_ptr<const KeySchema> KeySchema::make(std::shared_ptr<const Projection> projection,
                                                  const KeyFacts& facts) {
+  need(projection);
   return projection->key_schema() == "vllm" ? vllm(std::move(projection), facts)
                                             : kvprism(std::move(projection), facts);
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "group/hash128.h"
+#include "kvprism/base/error.h"
 #include "layout/placement.h"
 
 namespace kvprism {
@@ -41,6 +42,9 @@ Digest fingerprint_of(const Projection& projection) {
 
 std::shared_ptr<const SegmentMap> SegmentMap::make(std::shared_ptr<const Projection> projection,
                                                    std::vector<CacheTensor> tensors) {
+  if (!projection) {
+    fail(ErrorCode::kInvalidArgument, "segment map", {"projection", "null", "a projection", {}});
+  }
   detail::Placements placements = detail::place(*projection, tensors);
   auto impl = std::make_unique<Impl>();
   impl->fingerprint = fingerprint_of(*projection);
