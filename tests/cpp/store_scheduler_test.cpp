@@ -59,6 +59,19 @@ class SchedulerTest : public ::testing::Test {
   }
 
   // Everything of `hashes` up to `tokens` exists in the store.
+  // As vLLM is by default: windows stay cached at the ends of prompts only.
+  void build_with_retention(std::vector<GroupConfig> of) {
+    CacheConfig config;
+    config.num_blocks = 64;
+    config.prefix_cache_retention_interval = 0;
+    config.groups = std::move(of);
+    projection = Projection::make(config, SpecRegistry::builtin());
+    schema = test::make_schema(projection);
+    StoreSchedulerOptions options;
+    options.epoch = kEpoch;
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  }
+
   void exists(const Hashes& hashes, std::uint32_t tokens) {
     KeySlots keys;
     for (const StoreIndex group : indices<StoreIndex>(projection->num_store_groups())) {
@@ -1268,15 +1281,7 @@ TEST_F(SchedulerTest, OfAWindowOnlyWhatCanServeAHitIsAskedForAndSaved) {
 }
 
 TEST_F(SchedulerTest, TheEnginesRetentionThinsWindowsOut) {
-  CacheConfig config;
-  config.num_blocks = 64;
-  config.prefix_cache_retention_interval = 0;
-  config.groups = {test::full_group(64), test::window_group(16, 20)};
-  projection = Projection::make(config, SpecRegistry::builtin());
-  schema = test::make_schema(projection);
-  StoreSchedulerOptions options;
-  options.epoch = kEpoch;
-  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  build_with_retention({test::full_group(64), test::window_group(16, 20)});
   const Hashes hashes(8, 1);
   settle_lookup(129, hashes, 0);
   scheduler->advanced(kRequest, 128, hashes.list());
@@ -1289,15 +1294,7 @@ TEST_F(SchedulerTest, TheEnginesRetentionThinsWindowsOut) {
 }
 
 TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
-  CacheConfig config;
-  config.num_blocks = 64;
-  config.prefix_cache_retention_interval = 0;
-  config.groups = {test::full_group(16), test::window_group(16, 17)};
-  projection = Projection::make(config, SpecRegistry::builtin());
-  schema = test::make_schema(projection);
-  StoreSchedulerOptions options;
-  options.epoch = kEpoch;
-  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  build_with_retention({test::full_group(16), test::window_group(16, 17)});
   const Hashes hashes(10, 1);
   const test::Rows rows({{1, 2, 3, 4}, {11, 12, 13, 14}});
   const auto run = [&](RequestId request, std::uint32_t prompt) {
@@ -1319,15 +1316,7 @@ TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
 
 TEST_F(SchedulerTest, WhereAPromptLeavesOthersItsWindowIsKept) {
   // W-C19: a long system prompt, and questions that all differ.
-  CacheConfig config;
-  config.num_blocks = 64;
-  config.prefix_cache_retention_interval = 0;
-  config.groups = {test::full_group(16), test::window_group(16, 17)};
-  projection = Projection::make(config, SpecRegistry::builtin());
-  schema = test::make_schema(projection);
-  StoreSchedulerOptions options;
-  options.epoch = kEpoch;
-  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  build_with_retention({test::full_group(16), test::window_group(16, 17)});
   const Hashes hashes(10, 1);
   // Somebody has stored 64 of its tokens, and of the window only the end of its own, longer prompt.
   KeySlots keys;
@@ -1345,15 +1334,7 @@ TEST_F(SchedulerTest, WhereAPromptLeavesOthersItsWindowIsKept) {
 }
 
 TEST_F(SchedulerTest, APromptThatIsNotAskedForIsKnownToo) {
-  CacheConfig config;
-  config.num_blocks = 64;
-  config.prefix_cache_retention_interval = 0;
-  config.groups = {test::full_group(16)};
-  projection = Projection::make(config, SpecRegistry::builtin());
-  schema = test::make_schema(projection);
-  StoreSchedulerOptions options;
-  options.epoch = kEpoch;
-  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  build_with_retention({test::full_group(16)});
   const Hashes hashes(4, 1);
   const Rows rows({{1, 2, 3, 4}});
   for (const RequestId request : {RequestId{1}, RequestId{2}}) {

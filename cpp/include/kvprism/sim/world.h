@@ -114,9 +114,8 @@ struct WorldResult {
 // In worlds without faults also:
 //   missed hit    a lookup finds everything that was stored when it was asked
 //   missed load   every load is complete
-//   not stored    what a finished request computed is in the store, up to a multiple of S, and up
-//   to
-//                 the end of its prompt where hits may end inside a block
+//   not stored    what a finished request computed is in the store, up to a multiple of S, and
+//                 up to the end of its prompt where hits may end inside a block
 WorldResult run_world(const WorldOptions& options);
 
 }  // namespace kvprism::sim
