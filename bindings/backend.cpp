@@ -21,6 +21,7 @@
 #include "kvprism/backend/mooncake_client.h"
 #include "kvprism/base/error.h"
 #include "locked_store.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 namespace {
@@ -47,13 +48,15 @@ Counters to_counters(const MemoryPoolCounters& c) {
 
 // Two clients, because the two sides may be used by two threads.
 std::shared_ptr<StoreHandle> memory_store(std::shared_ptr<MemoryPool> pool, double latency_seconds,
-                                          std::uint32_t max_segments_per_call,
-                                          std::uint64_t max_bytes_per_call) {
+                                          const Whole<std::uint32_t>& max_segments_per_call,
+                                          const Whole<std::uint64_t>& max_bytes_per_call) {
   if (!pool) pool = std::make_shared<MemoryPool>();
   MemoryStoreOptions options;
-  options.latency = to_duration(latency_seconds, "latency_seconds");
-  options.max_segments_per_call = max_segments_per_call;
-  options.max_bytes_per_call = max_bytes_per_call;
+  ProblemList problems;
+  options.latency = to_duration(latency_seconds, "latency_seconds", problems);
+  options.max_segments_per_call = max_segments_per_call("max_segments_per_call", problems);
+  options.max_bytes_per_call = max_bytes_per_call("max_bytes_per_call", problems);
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "memory store");
   auto handle = std::make_shared<StoreHandle>(std::make_shared<MemoryStore>(pool, options),
                                               std::make_shared<MemoryStore>(pool, options));
   handle->counters = [pool] { return to_counters(pool->counters()); };
@@ -84,23 +87,26 @@ UnknownBuild unknown_build(const std::string& word) {
 
 std::shared_ptr<StoreHandle> mooncake_store(
     std::string master, std::string local_hostname, std::string metadata_server,
-    std::string protocol, std::vector<std::string> rdma_devices, std::int64_t global_segment_size,
-    std::int64_t local_buffer_size, std::uint32_t max_slices_per_call,
-    std::uint64_t max_bytes_per_call, double connect_timeout_seconds, std::string library,
+    std::string protocol, std::vector<std::string> rdma_devices,
+    const Whole<std::int64_t>& global_segment_size, const Whole<std::int64_t>& local_buffer_size,
+    const Whole<std::uint32_t>& max_slices_per_call, const Whole<std::uint64_t>& max_bytes_per_call,
+    double connect_timeout_seconds, std::string library,
     std::optional<std::vector<std::string>> packages, std::string python_library,
     const std::string& unknown, const std::map<std::string, std::string>& environment,
     std::optional<std::string> rdma_device_folder, double setup_timeout_seconds) {
+  ProblemList problems;
   MooncakeOptions options;
   options.master = std::move(master);
   options.local_hostname = std::move(local_hostname);
   options.metadata_server = std::move(metadata_server);
   options.protocol = std::move(protocol);
   options.rdma_devices = std::move(rdma_devices);
-  options.global_segment_size = global_segment_size;
-  options.local_buffer_size = local_buffer_size;
-  options.max_slices_per_call = max_slices_per_call;
-  options.max_bytes_per_call = max_bytes_per_call;
-  options.connect_timeout = to_duration(connect_timeout_seconds, "connect_timeout_seconds");
+  options.global_segment_size = global_segment_size("global_segment_size", problems);
+  options.local_buffer_size = local_buffer_size("local_buffer_size", problems);
+  options.max_slices_per_call = max_slices_per_call("max_slices_per_call", problems);
+  options.max_bytes_per_call = max_bytes_per_call("max_bytes_per_call", problems);
+  options.connect_timeout =
+      to_duration(connect_timeout_seconds, "connect_timeout_seconds", problems);
   options.library = std::move(library);
   options.site_packages = packages ? std::move(*packages) : site_packages();
   options.python_library = std::move(python_library);
@@ -108,7 +114,8 @@ std::shared_ptr<StoreHandle> mooncake_store(
   options.environment.assign(environment.begin(), environment.end());
   if (rdma_device_folder) options.rdma_device_folder = std::move(*rdma_device_folder);
   BlockingStoreOptions blocking;
-  blocking.setup_timeout = to_duration(setup_timeout_seconds, "setup_timeout_seconds");
+  blocking.setup_timeout = to_duration(setup_timeout_seconds, "setup_timeout_seconds", problems);
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "mooncake options");
 
   const GilFree released;
   const auto store =
@@ -125,18 +132,18 @@ std::string fault_name(FaultKind kind) {
   return name;
 }
 
-FaultPlan fault_plan(std::uint64_t seed, double delay_seconds, double late_seconds,
+FaultPlan fault_plan(const Whole<std::uint64_t>& seed, double delay_seconds, double late_seconds,
                      double lookup_late_seconds, const nb::kwargs& chances) {
   FaultPlan plan;
-  plan.seed = seed;
-  plan.delay = to_duration(delay_seconds, "delay_seconds");
-  plan.late = to_duration(late_seconds, "late_seconds");
-  plan.lookup_late = to_duration(lookup_late_seconds, "lookup_late_seconds");
+  ProblemList problems;
+  plan.seed = seed("seed", problems);
+  plan.delay = to_duration(delay_seconds, "delay_seconds", problems);
+  plan.late = to_duration(late_seconds, "late_seconds", problems);
+  plan.lookup_late = to_duration(lookup_late_seconds, "lookup_late_seconds", problems);
   std::vector<std::string> words;
   for (std::size_t kind = 0; kind < kNumFaultKinds; ++kind)
     words.push_back(fault_name(static_cast<FaultKind>(kind)));
   const std::vector<std::string_view> names(words.begin(), words.end());
-  ProblemList problems;
   for (const auto [key, value] : chances) {
     const auto name = nb::cast<std::string>(key);
     const auto at = std::find(names.begin(), names.end(), name);
@@ -156,7 +163,7 @@ FaultPlan fault_plan(std::uint64_t seed, double delay_seconds, double late_secon
 }
 
 std::shared_ptr<StoreHandle> inject_faults(const std::shared_ptr<StoreHandle>& inner,
-                                           std::uint64_t seed, double delay_seconds,
+                                           const Whole<std::uint64_t>& seed, double delay_seconds,
                                            double late_seconds, double lookup_late_seconds,
                                            const nb::kwargs& chances) {
   const FaultPlan plan =
@@ -208,12 +215,15 @@ void bind_pool(nb::module_& m) {
                          "Objects in this process's memory; outlives the stores that use it.")
       .def(
           "__init__",
-          [](MemoryPool* self, std::uint64_t capacity_bytes, bool evict,
+          [](MemoryPool* self, const Whole<std::uint64_t>& capacity_bytes, bool evict,
              double unfinished_for_seconds) {
+            ProblemList problems;
             MemoryPoolOptions options;
-            options.capacity_bytes = capacity_bytes;
+            options.capacity_bytes = capacity_bytes("capacity_bytes", problems);
             options.evict = evict;
-            options.unfinished_for = to_duration(unfinished_for_seconds, "unfinished_for_seconds");
+            options.unfinished_for =
+                to_duration(unfinished_for_seconds, "unfinished_for_seconds", problems);
+            problems.throw_if_any(ErrorCode::kInvalidConfig, "memory pool");
             new (self) MemoryPool(options);
           },
           nb::kw_only(), "capacity_bytes"_a = 0, "evict"_a = true,

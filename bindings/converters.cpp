@@ -342,7 +342,17 @@ HashList HashListReader::read_buffer(nb::handle hashes, std::uint32_t known,
 }
 
 Duration to_duration(double seconds, const char* path) {
-  if (!(seconds >= 0)) refuse(path, std::to_string(seconds), "0 or more seconds");
+  ProblemList problems;
+  const Duration duration = to_duration(seconds, path, problems);
+  problems.throw_if_any(ErrorCode::kInvalidArgument, "argument");
+  return duration;
+}
+
+Duration to_duration(double seconds, const char* path, ProblemList& problems) {
+  if (!(seconds >= 0)) {
+    problems.add(path, std::to_string(seconds), "0 or more seconds");
+    seconds = 1;
+  }
   return Duration{static_cast<std::int64_t>(std::min(seconds, kLongestSeconds) * 1e9)};
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kvprism/base/error.h"
 #include "kvprism/base/ids.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/run/instant.h"
@@ -113,5 +114,7 @@ class HashListReader {
 // A length of time in seconds as Python gives it; throws Error (kInvalidArgument) unless it is 0 or
 // more.
 Duration to_duration(double seconds, const char* path);
+// Adds the problem to `problems` instead, and goes on with a second.
+Duration to_duration(double seconds, const char* path, ProblemList& problems);
 
 }  // namespace kvprism::bindings

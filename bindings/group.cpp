@@ -24,6 +24,7 @@
 #include "kvprism/group/projection.h"
 #include "kvprism/peer/validate_peer.h"
 #include "kvprism/store/validate_store.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -46,7 +47,9 @@ void bind_id(nb::module_& module, const char* name, const char* doc) {
   using Box = Boxed<Id>;
   nb::class_<Box>(module, name, doc)
       .def(
-          "__init__", [](Box* self, std::uint32_t value) { new (self) Box{Id{value}}; }, "value"_a)
+          "__init__",
+          [](Box* self, const Whole<std::uint32_t>& value) { new (self) Box{Id{value("value")}}; },
+          "value"_a)
       .def_prop_ro(
           "value", [](const Box& box) { return raw(box.id); }, "The position as an int.")
       .def("__int__", [](const Box& box) { return raw(box.id); })

@@ -16,14 +16,6 @@ namespace {
   fail(ErrorCode::kClosed, subject, {"state", "closed", "an open " + std::string(subject), {}});
 }
 
-std::uint32_t checked_width(std::uint32_t width) {
-  if (width < kMinHashWidth || width > kMaxHashWidth) {
-    fail(ErrorCode::kInvalidArgument, "store scheduler",
-         {"hash_width", std::to_string(width), "16 to 64 bytes", {}});
-  }
-  return width;
-}
-
 }  // namespace
 
 StoreHandle::StoreHandle(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index)
@@ -86,8 +78,8 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
                                const StoreSchedulerOptions& wanted, std::uint32_t width,
-                               const std::optional<std::string>& record_to)
-    : hash_width(checked_width(width)), handle_(store), index_(store->take_index()) {
+                               const std::optional<std::string>& record_to, bool checked)
+    : hash_width(width), handle_(store), index_(store->take_index()) {
   try {
     StoreSchedulerOptions options = wanted;
     if (record_to) {
@@ -96,7 +88,13 @@ BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
       recording_ = std::make_unique<RunFile>(*record_to);
       options.record = recording_->sink();
     }
-    scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
+    if (checked) {
+      auto made = std::make_shared<CheckedScheduler>(std::move(schema), index_, options);
+      checked_ = made.get();
+      scheduler_ = std::move(made);
+    } else {
+      scheduler_ = std::make_shared<StoreScheduler>(std::move(schema), index_, options);
+    }
   } catch (...) {
     store->return_index();
     throw;

@@ -18,6 +18,7 @@
 #include "kvprism/backend/fault_injection.h"
 #include "kvprism/backend/pump_thread.h"
 #include "kvprism/backend/run_file.h"
+#include "kvprism/checked/checked_scheduler.h"
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/layout/segment_map.h"
@@ -78,10 +79,12 @@ class BoundScheduler {
  public:
   BoundScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<StoreHandle> store,
                  const StoreSchedulerOptions& options, std::uint32_t hash_width,
-                 const std::optional<std::string>& record_to);
+                 const std::optional<std::string>& record_to, bool checked);
 
   // Throws Error (kClosed).
   const std::shared_ptr<StoreScheduler>& shared();
+  // The same scheduler where its calls are checked; else null.
+  CheckedScheduler* checked() const noexcept { return checked_; }
   CloseReport close(Duration budget);
   bool closed() const noexcept { return closed_; }
 
@@ -96,6 +99,7 @@ class BoundScheduler {
   std::shared_ptr<ObjectIndex> index_;
   std::unique_ptr<RunFile> recording_;  // outlives the scheduler
   std::shared_ptr<StoreScheduler> scheduler_;
+  CheckedScheduler* checked_ = nullptr;
   std::atomic<bool> closed_{false};
 };
 

@@ -22,6 +22,7 @@
 #include "handles.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hash/block_hasher.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -31,7 +32,7 @@ using namespace nb::literals;
 namespace {
 
 using HashArray = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<2>>;
-using Item = std::tuple<std::string, std::uint32_t, std::uint32_t>;
+using Item = std::tuple<std::string, Whole<std::uint32_t>, Whole<std::uint32_t>>;
 
 // Hashing runs without the GIL, in a buffer of the hasher's own.
 struct BoundHasher {
@@ -47,10 +48,10 @@ BlockHashAlgorithm algorithm_of(const std::string& name) {
        {"algorithm", name, "\"sha256_cbor\" or \"xxhash_cbor\"", suggest(name, known)});
 }
 
-HashArray hashes_of(BoundHasher& bound, nb::handle tokens, std::uint32_t first,
-                    const nb::bytes& parent,
-                    std::optional<std::pair<std::string, std::string>> lora,
+HashArray hashes_of(BoundHasher& bound, nb::handle tokens, const Whole<std::uint32_t>& first_token,
+                    nb::handle parent, std::optional<std::pair<std::string, std::string>> lora,
                     std::vector<Item> items, std::string cache_salt, nb::handle prompt_embeds) {
+  const std::uint32_t first = first_token("first");
   const ExclusiveUse exclusive(bound.in_use, "block hasher");
   BlockHasher& hasher = bound.hasher;
   std::vector<std::uint32_t> ids;
@@ -58,7 +59,8 @@ HashArray hashes_of(BoundHasher& bound, nb::handle tokens, std::uint32_t first,
   HashExtras extras;
   if (lora) extras.lora = LoraAdapter{std::move(lora->first), std::move(lora->second)};
   for (Item& item : items)
-    extras.items.push_back({std::move(std::get<0>(item)), std::get<1>(item), std::get<2>(item)});
+    extras.items.push_back({std::move(std::get<0>(item)), std::get<1>(item)("items[].offset"),
+                            std::get<2>(item)("items[].length")});
   extras.cache_salt = std::move(cache_salt);
   std::optional<BufferView> embeds;
   if (!prompt_embeds.is_none()) {
@@ -73,10 +75,16 @@ HashArray hashes_of(BoundHasher& bound, nb::handle tokens, std::uint32_t first,
   auto* const kept = new std::vector<std::uint8_t>();
   const nb::capsule owner(
       kept, [](void* p) noexcept { delete static_cast<std::vector<std::uint8_t>*>(p); });
-  const auto* const before = reinterpret_cast<const std::uint8_t*>(parent.c_str());
+  const BufferView before(parent, "parent");
+  if (!before.contiguous()) {
+    fail(ErrorCode::kInvalidArgument, "block hash",
+         {"parent", before.describe(), "bytes or a contiguous array", {}});
+  }
   {
     const GilFree released;
-    hasher.append(ids, first, {before, parent.size()}, extras, *kept);
+    hasher.append(ids, first,
+                  {reinterpret_cast<const std::uint8_t*>(before.data()), before.bytes()}, extras,
+                  *kept);
   }
   return HashArray(kept->data(), {kept->size() / hasher.width(), hasher.width()}, owner);
 }
@@ -89,10 +97,12 @@ void bind_hash(nb::module_& module) {
                           "time.")
       .def(
           "__init__",
-          [](BoundHasher* self, const std::string& algorithm, std::uint32_t hash_block_size,
-             std::optional<std::string> seed) {
-            new (self) BoundHasher{
-                BlockHasher({algorithm_of(algorithm), hash_block_size, std::move(seed)})};
+          [](BoundHasher* self, const std::string& algorithm,
+             const Whole<std::uint32_t>& hash_block_size, std::optional<std::string> seed) {
+            ProblemList problems;
+            const std::uint32_t size = hash_block_size("hash_block_size", problems);
+            problems.throw_if_any(ErrorCode::kInvalidConfig, "block hasher");
+            new (self) BoundHasher{BlockHasher({algorithm_of(algorithm), size, std::move(seed)})};
           },
           "algorithm"_a = "sha256_cbor", nb::kw_only(), "hash_block_size"_a, "seed"_a = nb::none(),
           R"(Prepares an algorithm.
@@ -120,24 +130,27 @@ Raises:
             return nb::bytes(hash.data(), hash.size());
           },
           "The hash of the empty prefix.")
-      .def("hashes", &hashes_of, "tokens"_a, nb::kw_only(), "first"_a = 0,
-           "parent"_a = nb::bytes(""), "lora"_a = nb::none(), "items"_a = std::vector<Item>(),
-           "cache_salt"_a = "", "prompt_embeds"_a = nb::none(),
-           nb::sig("def hashes(self, tokens: typing.Any, *, first: int = 0, parent: bytes = b\"\", "
-                   "lora: tuple[str, str] | None = None, "
-                   "items: collections.abc.Sequence[tuple[str, int, int]] = (), "
-                   "cache_salt: str = \"\", prompt_embeds: typing.Any = None) -> "
-                   "numpy.typing.NDArray[numpy.uint8]"),
-           R"(The hashes of whole units, one after the other.
+      .def(
+          "hashes", &hashes_of, "tokens"_a, nb::kw_only(), "first"_a = 0,
+          "parent"_a = nb::bytes(""), "lora"_a = nb::none(), "items"_a = std::vector<Item>(),
+          "cache_salt"_a = "", "prompt_embeds"_a = nb::none(),
+          nb::sig(
+              "def hashes(self, tokens: typing.Any, *, first: int = 0, parent: typing.Any = b\"\", "
+              "lora: tuple[str, str] | None = None, "
+              "items: collections.abc.Sequence[tuple[str, int, int]] = (), "
+              "cache_salt: str = \"\", prompt_embeds: typing.Any = None) -> "
+              "numpy.typing.NDArray[numpy.uint8]"),
+          R"(The hashes of whole units, one after the other.
 
 Args:
     tokens: Token ids: a list, a tuple, an array of integers, or bytes of native 32-bit integers.
     first: Where in the request the tokens begin, a multiple of ``hash_block_size``.
-    parent: The hash of the unit before; empty at token 0.
+    parent: The hash of the unit before, as bytes or a row of what this returns; empty at token 0.
     lora: Name and path of the adapter.
     items: Multimodal items as (identifier, offset, length) in tokens of the request, by offset.
     cache_salt: Keeps this request's cache apart from that of others.
-    prompt_embeds: Embeddings in place of token ids, a row a token from the request's first on.
+    prompt_embeds: Embeddings in place of token ids, a row a token from the request's first on. Units behind the last row
+        still differ from those of a request without any.
 
 Returns:
     Array of shape (units, ``width``).

@@ -20,6 +20,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/layout/kernel_blocks.h"
 #include "kvprism/layout/segment_map.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -111,16 +112,22 @@ nb::object read_array(nb::handle memory, std::optional<int> device, CacheTensor&
 }
 
 void make_tensor(BoundTensor* self, nb::object memory, std::vector<std::string> layers,
-                 std::uint64_t block_stride, std::uint64_t layer_stride, std::uint64_t offset,
-                 std::optional<std::uint64_t> bytes, std::optional<int> device,
-                 std::uint64_t head_stride, std::uint32_t kernel_block_size) {
+                 const Whole<std::uint64_t>& block_stride, const Whole<std::uint64_t>& layer_stride,
+                 const Whole<std::uint64_t>& offset,
+                 const std::optional<Whole<std::uint64_t>>& length, std::optional<int> device,
+                 const Whole<std::uint64_t>& head_stride,
+                 const Whole<std::uint32_t>& kernel_block_size) {
+  ProblemList problems;
   CacheTensor tensor;
   tensor.layers = std::move(layers);
-  tensor.block_stride = block_stride;
-  tensor.layer_stride = layer_stride;
-  tensor.offset = offset;
-  tensor.head_stride = head_stride;
-  tensor.kernel_block_size = kernel_block_size;
+  tensor.block_stride = block_stride("block_stride", problems);
+  tensor.layer_stride = layer_stride("layer_stride", problems);
+  tensor.offset = offset("offset", problems);
+  tensor.head_stride = head_stride("head_stride", problems);
+  tensor.kernel_block_size = kernel_block_size("kernel_block_size", problems);
+  std::optional<std::uint64_t> bytes;
+  if (length) bytes = (*length)("bytes", problems);
+  problems.throw_if_any(ErrorCode::kInvalidArgument, "cache tensor");
   if (nb::isinstance<nb::int_>(memory)) {
     std::uint64_t address = 0;
     if (!nb::try_cast(memory, address)) refuse("memory", shown(memory), "an address");

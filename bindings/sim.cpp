@@ -14,6 +14,7 @@
 #include "kvprism/backend/clock.h"
 #include "kvprism/base/error.h"
 #include "sim_engine.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 namespace {
@@ -76,13 +77,15 @@ class Use {
   sim::Engine& engine_;
 };
 
-void submit(BoundEngine& bound, std::uint64_t request, nb::handle prompt,
-            std::uint32_t max_new_tokens) {
+void submit(BoundEngine& bound, const Whole<std::uint64_t>& request, nb::handle prompt,
+            const Whole<std::uint32_t>& max_new_tokens) {
+  const RequestId id{request("request")};
+  const std::uint32_t most = max_new_tokens("max_new_tokens");
   const Use use(bound);
   bound.prompt.clear();
   append_tokens(prompt, "prompt", bound.prompt);
   const GilFree released;
-  use->submit({RequestId{request}, std::move(bound.prompt), max_new_tokens});
+  use->submit({id, std::move(bound.prompt), most});
 }
 
 // In slices, so that Ctrl-C is noticed.
@@ -221,7 +224,11 @@ Args:
     prompt: Token ids: a list, an integer array, or bytes that hold native 32-bit integers.
     max_new_tokens: Tokens to generate, at least 1.)")
       .def(
-          "abort", [](BoundEngine& e, std::uint64_t request) { Use(e)->abort(RequestId{request}); },
+          "abort",
+          [](BoundEngine& e, const Whole<std::uint64_t>& request) {
+            const RequestId id{request("request")};
+            Use(e)->abort(id);
+          },
           "request"_a,
           R"(Ends a request; harmless for unknown ones.
 

@@ -12,6 +12,7 @@
 #include "areas.h"
 #include "kvprism/base/error.h"
 #include "kvprism/spec/spec_registry.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -60,16 +61,20 @@ Rule parse(std::string_view word, const std::array<Rule, N>& rules, const char* 
 
 SpecRegistry with_kind(const SpecRegistry& registry, std::string name, std::string_view payload,
                        bool dcp_sharded, bool latent, bool prefix_cacheable, std::string_view hit,
-                       std::optional<std::uint32_t> window, std::string_view save,
-                       std::string_view peer, std::uint32_t replay_tokens,
-                       bool fine_grained_lookup) {
+                       const std::optional<Whole<std::uint32_t>>& window_tokens,
+                       std::string_view save, std::string_view peer,
+                       const Whole<std::uint32_t>& replay, bool fine_grained_lookup) {
   ProblemList problems;
+  std::optional<std::uint32_t> window;
+  if (window_tokens) window = (*window_tokens)("window", problems);
+  const std::uint32_t replay_tokens = replay("replay_tokens", problems);
   const PayloadKind payload_kind = parse(payload, kPayloads, "payload", problems);
   const HitRule hit_rule = parse(hit, kHitRules, "hit", problems);
   const SaveRule save_rule = parse(save, kSaveRules, "save", problems);
   const PeerRule peer_rule = parse(peer, kPeerRules, "peer", problems);
   const bool windowed = hit_rule == HitRule::kWindow || hit_rule == HitRule::kChunk;
-  if (window && windowed != (*window != 0)) {
+  const bool readable = !window_tokens || !window_tokens->wrong.is_valid();
+  if (readable && window && windowed != (*window != 0)) {
     problems.add("window", std::to_string(*window),
                  windowed ? "a positive integer, or None to take each group's own"
                           : "0 for hit rule " + std::string(to_string(hit_rule)));

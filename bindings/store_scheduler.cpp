@@ -21,6 +21,7 @@
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/run_file.h"
 #include "kvprism/base/error.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -59,6 +60,23 @@ void source_ranges(const Projection& projection, const TokenRange& range,
                       ? RowRange{range.from / group.tokens_per_block,
                                  (range.to + group.tokens_per_block - 1) / group.tokens_per_block}
                       : RowRange{});
+  }
+}
+
+std::uint32_t checked_width(const Whole<std::uint32_t>& given, ProblemList& problems) {
+  const std::uint32_t width = given("hash_width", problems);
+  if (!given.wrong.is_valid() && (width < kMinHashWidth || width > kMaxHashWidth))
+    problems.add("hash_width", std::to_string(width), "16 to 64 bytes");
+  return width;
+}
+
+// What the scheduler would find wrong as well, so that everything is told at once.
+void add_problems_of(const KeySchema& schema, const StoreSchedulerOptions& options,
+                     ProblemList& problems) {
+  try {
+    StoreScheduler::check(schema, options);
+  } catch (const Error& error) {
+    problems.append(error.problems());
   }
 }
 
@@ -156,9 +174,13 @@ class Use {
   explicit Use(BoundScheduler& bound)
       : bound_(bound), exclusive_(bound.in_use, kScheduler), scheduler_(*bound.shared()) {}
   StoreScheduler* operator->() const noexcept { return &scheduler_; }
-  HashList hashes(nb::handle object, std::uint64_t request) const {
-    return bound_.hashes.read(object, scheduler_.known_hashes(RequestId{request}),
-                              bound_.hash_width);
+  // The scheduler as what it is: calls of a checked one are checked.
+  template <class Call>
+  decltype(auto) with(const Call& call) const {
+    return bound_.checked() != nullptr ? call(*bound_.checked()) : call(scheduler_);
+  }
+  HashList hashes(nb::handle object, RequestId request) const {
+    return bound_.hashes.read(object, scheduler_.known_hashes(request), bound_.hash_width);
   }
   HashList hashes_from(nb::handle object, std::uint32_t first) const {
     HashList list = bound_.hashes.read(object, 0, bound_.hash_width);
@@ -191,39 +213,45 @@ flat bytes. Both are copied before the call returns.)")
       .def(
           "__init__",
           [](BoundScheduler* self, std::shared_ptr<const KeySchema> schema,
-             std::shared_ptr<StoreHandle> store, std::optional<std::uint64_t> epoch, bool loads,
-             bool saves, double lookup_timeout_seconds, double lookup_fresh_for_seconds,
+             std::shared_ptr<StoreHandle> store, const std::optional<Whole<std::uint64_t>>& epoch,
+             bool loads, bool saves, double lookup_timeout_seconds, double lookup_fresh_for_seconds,
              double load_timeout_seconds, double save_timeout_seconds,
              double quarantine_after_seconds, bool detach_quarantined_loads,
-             std::uint32_t backoff_after, double backoff_seconds, double saved_fresh_for_seconds,
-             double avoid_failed_for_seconds, double purge_settle_seconds,
-             std::uint32_t max_held_percent, std::string flight_record_path,
-             const std::optional<std::string>& record_to, std::uint32_t hash_width,
-             bool tell_changes) {
+             const Whole<std::uint32_t>& backoff_after, double backoff_seconds,
+             double saved_fresh_for_seconds, double avoid_failed_for_seconds,
+             double purge_settle_seconds, const Whole<std::uint32_t>& max_held_percent,
+             std::string flight_record_path, const std::optional<std::string>& record_to,
+             const Whole<std::uint32_t>& hash_width, bool tell_changes, bool checked) {
+            ProblemList problems;
+            const auto seconds = [&](double value, const char* path) {
+              return to_duration(value, path, problems);
+            };
             StoreSchedulerOptions options;
-            options.epoch = epoch ? *epoch : random_epoch();
+            options.epoch = epoch ? (*epoch)("epoch", problems) : random_epoch();
             options.loads = loads;
             options.saves = saves;
-            options.lookup_timeout = to_duration(lookup_timeout_seconds, "lookup_timeout_seconds");
+            options.lookup_timeout = seconds(lookup_timeout_seconds, "lookup_timeout_seconds");
             options.lookup_fresh_for =
-                to_duration(lookup_fresh_for_seconds, "lookup_fresh_for_seconds");
-            options.load_timeout = to_duration(load_timeout_seconds, "load_timeout_seconds");
-            options.save_timeout = to_duration(save_timeout_seconds, "save_timeout_seconds");
+                seconds(lookup_fresh_for_seconds, "lookup_fresh_for_seconds");
+            options.load_timeout = seconds(load_timeout_seconds, "load_timeout_seconds");
+            options.save_timeout = seconds(save_timeout_seconds, "save_timeout_seconds");
             options.quarantine_after =
-                to_duration(quarantine_after_seconds, "quarantine_after_seconds");
+                seconds(quarantine_after_seconds, "quarantine_after_seconds");
             options.detach_quarantined_loads = detach_quarantined_loads;
-            options.backoff_after = backoff_after;
-            options.backoff = to_duration(backoff_seconds, "backoff_seconds");
-            options.saved_fresh_for =
-                to_duration(saved_fresh_for_seconds, "saved_fresh_for_seconds");
-            options.max_held_percent = max_held_percent;
+            options.backoff_after = backoff_after("backoff_after", problems);
+            options.backoff = seconds(backoff_seconds, "backoff_seconds");
+            options.saved_fresh_for = seconds(saved_fresh_for_seconds, "saved_fresh_for_seconds");
+            options.max_held_percent = max_held_percent("max_held_percent", problems);
             options.tell_changes = tell_changes;
             options.avoid_failed_for =
-                to_duration(avoid_failed_for_seconds, "avoid_failed_for_seconds");
-            options.purge_settle = to_duration(purge_settle_seconds, "purge_settle_seconds");
+                seconds(avoid_failed_for_seconds, "avoid_failed_for_seconds");
+            options.purge_settle = seconds(purge_settle_seconds, "purge_settle_seconds");
             options.flight_record_path = std::move(flight_record_path);
-            new (self)
-                BoundScheduler(std::move(schema), std::move(store), options, hash_width, record_to);
+            const std::uint32_t width = checked_width(hash_width, problems);
+            if (!problems.empty()) add_problems_of(*schema, options, problems);
+            problems.throw_if_any(ErrorCode::kInvalidConfig, kScheduler);
+            new (self) BoundScheduler(std::move(schema), std::move(store), options, width,
+                                      record_to, checked);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
           "saves"_a = true, "lookup_timeout_seconds"_a = 0.5, "lookup_fresh_for_seconds"_a = 5.0,
@@ -232,7 +260,7 @@ flat bytes. Both are copied before the call returns.)")
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
           "avoid_failed_for_seconds"_a = 5.0, "purge_settle_seconds"_a = 12.0,
           "max_held_percent"_a = 100, "flight_record_path"_a = "", "record_to"_a = nb::none(),
-          "hash_width"_a = 32, "tell_changes"_a = false,
+          "hash_width"_a = 32, "tell_changes"_a = false, "checked"_a = false,
           R"(Takes the index side of `store`.
 
 Args:
@@ -257,6 +285,8 @@ Args:
     record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.
     hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
     tell_changes: Keep for `take_changes` what comes and goes.
+    checked: Raise ArgumentError for calls out of order, which are otherwise counted and ignored; for an engine's first
+        weeks.
 
 Raises:
     Error: The configuration cannot be used with a store, or an option is out of range; all problems at once.)")
@@ -269,7 +299,7 @@ Raises:
             constexpr StoreMode kModes[] = {StoreMode::kReadWrite, StoreMode::kReadOnly,
                                             StoreMode::kWriteOnly, StoreMode::kOff};
             for (const StoreMode mode : kModes) {
-              if (to_string(mode) == name) return Use(b)->set_mode(mode);
+              if (to_string(mode) == name) return Use(b).with([&](auto& s) { s.set_mode(mode); });
             }
             fail(ErrorCode::kInvalidArgument, "store scheduler",
                  {"mode", std::string(name), "read_write, read_only, write_only or off", {}});
@@ -286,7 +316,8 @@ Raises:
           "mode", [](BoundScheduler& b) { return std::string(to_string(Use(b)->mode())); },
           "The mode in force.")
       .def(
-          "purge", [](BoundScheduler& b) { Use(b)->purge(monotonic_now()); },
+          "purge",
+          [](BoundScheduler& b) { Use(b).with([](auto& s) { s.purge(monotonic_now()); }); },
           R"(Removes every object whose key begins as this scheduler's keys do, and no other.
 
 From now on nothing is looked up, loaded or saved until it is done, which the following steps see to: first jobs in
@@ -310,8 +341,9 @@ Returns:
     answer) or "done"; "removed" objects; "passes" over the store.)")
       .def(
           "restrict",
-          [](BoundScheduler& b, std::uint64_t request, bool load, bool save) {
-            Use(b)->restrict(RequestId{request}, {load, save});
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request, bool load, bool save) {
+            const RequestId id{request("request")};
+            Use(b).with([&](auto& s) { s.restrict(id, {load, save}); });
           },
           "request"_a, nb::kw_only(), "load"_a = true, "save"_a = true,
           R"(Keeps one request out of the store, until `finished` ends it. Call it before its first lookup.
@@ -322,13 +354,17 @@ Args:
     save: Whether it may be saved.)")
       .def(
           "lookup",
-          [](BoundScheduler& b, std::uint64_t request, std::uint32_t prompt_tokens,
-             nb::handle hashes, std::uint32_t local_tokens) -> std::optional<std::uint32_t> {
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request,
+             const Whole<std::uint32_t>& prompt_tokens, nb::handle hashes,
+             const Whole<std::uint32_t>& local_tokens) -> std::optional<std::uint32_t> {
+            const RequestId id{request("request")};
+            const std::uint32_t length = prompt_tokens("prompt_tokens");
+            const std::uint32_t local = local_tokens("local_tokens");
             const Use use(b);
-            const HashList list = use.hashes(hashes, request);
+            const HashList list = use.hashes(hashes, id);
             const ReleaseForLong released(list);
-            const LookupResult result =
-                use->lookup(RequestId{request}, prompt_tokens, list, local_tokens, monotonic_now());
+            const LookupResult result = use.with(
+                [&](auto& s) { return s.lookup(id, length, list, local, monotonic_now()); });
             if (result.pending) return std::nullopt;
             return result.external_tokens;
           },
@@ -347,14 +383,18 @@ Returns:
     The number of tokens, 0 for none, or None: ask again in the next step.)")
       .def(
           "allocated",
-          [](BoundScheduler& b, std::uint64_t request, std::uint32_t external_tokens,
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request,
+             const Whole<std::uint32_t>& external_tokens,
              nb::handle rows) -> std::optional<std::uint64_t> {
+            const RequestId id{request("request")};
+            const std::uint32_t tokens = external_tokens("external_tokens");
             const Use use(b);
-            const BlockRows view = external_tokens == 0 ? BlockRows() : use.rows(rows);
+            const BlockRows view = tokens == 0 ? BlockRows() : use.rows(rows);
             std::optional<JobId> job;
             {
               const GilFree released;
-              job = use->allocated(RequestId{request}, external_tokens, view, monotonic_now());
+              job =
+                  use.with([&](auto& s) { return s.allocated(id, tokens, view, monotonic_now()); });
             }
             if (!job) return std::nullopt;
             return raw(*job);
@@ -373,8 +413,11 @@ Returns:
     The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.)")
       .def(
           "prompt",
-          [](BoundScheduler& b, std::uint64_t request, std::uint32_t prompt_tokens) {
-            Use(b)->prompt(RequestId{request}, prompt_tokens);
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request,
+             const Whole<std::uint32_t>& prompt_tokens) {
+            const RequestId id{request("request")};
+            const std::uint32_t length = prompt_tokens("prompt_tokens");
+            Use(b).with([&](auto& s) { s.prompt(id, length); });
           },
           "request"_a, "prompt_tokens"_a,
           R"(Tells how long the prompt is, for requests that are not looked up.
@@ -386,12 +429,16 @@ Args:
     prompt_tokens: Tokens of its prompt.)")
       .def(
           "advanced",
-          [](BoundScheduler& b, std::uint64_t request, std::uint32_t accepted_tokens,
-             nb::handle hashes, std::uint32_t first_hash) {
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request,
+             const Whole<std::uint32_t>& accepted_tokens, nb::handle hashes,
+             const Whole<std::uint32_t>& first_hash) {
+            const RequestId id{request("request")};
+            const std::uint32_t accepted = accepted_tokens("accepted_tokens");
+            const std::uint32_t first = first_hash("first_hash");
             const Use use(b);
-            const HashList list = use.hashes_from(hashes, first_hash);
+            const HashList list = use.hashes_from(hashes, first);
             const ReleaseForLong released(list);
-            use->advanced(RequestId{request}, accepted_tokens, list);
+            use.with([&](auto& s) { s.advanced(id, accepted, list); });
           },
           "request"_a, "accepted_tokens"_a, "hashes"_a = nb::none(), "first_hash"_a = 0,
           nb::sig("def advanced(self, request: int, accepted_tokens: int, hashes: object = None, "
@@ -405,8 +452,9 @@ Args:
     first_hash: Index of the first of them; at most `known_hashes`.)")
       .def(
           "known_hashes",
-          [](BoundScheduler& b, std::uint64_t request) {
-            return Use(b)->known_hashes(RequestId{request});
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request) {
+            const RequestId id{request("request")};
+            return Use(b)->known_hashes(id);
           },
           "request"_a, R"(How many hashes of the request the scheduler has.
 
@@ -417,9 +465,11 @@ Returns:
     Their number; 0 for unknown requests.)")
       .def(
           "wants_save",
-          [](BoundScheduler& b,
-             std::uint64_t request) -> std::optional<std::pair<std::uint32_t, std::uint32_t>> {
-            const TokenRange range = Use(b)->wants_save(RequestId{request}, monotonic_now());
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request)
+              -> std::optional<std::pair<std::uint32_t, std::uint32_t>> {
+            const RequestId id{request("request")};
+            const TokenRange range =
+                Use(b).with([&](auto& s) { return s.wants_save(id, monotonic_now()); });
             if (range.empty()) return std::nullopt;
             return std::pair(range.from, range.to);
           },
@@ -432,16 +482,19 @@ Returns:
     First and end token of the range, or None.)")
       .def(
           "save",
-          [](BoundScheduler& b, std::uint64_t request,
-             std::pair<std::uint32_t, std::uint32_t> range, nb::handle rows) {
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request,
+             std::pair<Whole<std::uint32_t>, Whole<std::uint32_t>> range, nb::handle rows) {
+            const RequestId id{request("request")};
+            const TokenRange asked{range.first("range[0]"), range.second("range[1]")};
             const Use use(b);
             const Instant now = monotonic_now();
             // Only the scheduler knows where the range really starts; entries before it are not
             // read.
-            const TokenRange tokens{use->wants_save(RequestId{request}, now).from, range.second};
+            const TokenRange tokens{use->wants_save(id, now).from, asked.to};
             const BlockRows view = use.rows(rows, tokens);
             const GilFree released;
-            use->save(RequestId{request}, tokens, view, now);
+            if (b.checked() != nullptr) return b.checked()->save(id, asked, view, now);
+            use->save(id, tokens, view, now);
           },
           "request"_a, "range"_a, "rows"_a,
           nb::sig("def save(self, request: int, range: tuple[int, int], rows: object) -> None"),
@@ -453,11 +506,14 @@ Args:
     rows: Block tables of this step, a row for each group; null blocks are never read.)")
       .def(
           "boundary",
-          [](BoundScheduler& b, std::uint64_t request, const PyGroupId& group, std::int32_t block,
-             std::uint32_t tokens) {
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request, const PyGroupId& group,
+             const Whole<std::int32_t>& block, const Whole<std::uint32_t>& tokens) {
+            const RequestId id{request("request")};
+            const BlockId state{block("block")};
+            const std::uint32_t length = tokens("tokens");
             const Use use(b);
-            const GroupId id = checked(group, use->projection().num_groups(), "GroupId");
-            use->boundary(RequestId{request}, id, BlockId{block}, tokens);
+            const GroupId index = checked(group, use->projection().num_groups(), "GroupId");
+            use.with([&](auto& s) { s.boundary(id, index, state, length); });
           },
           "request"_a, "group"_a, "block"_a, "tokens"_a,
           R"(Offers the state that ends a prefix, for groups that hand off states.
@@ -469,16 +525,20 @@ Args:
     tokens: Length of the prefix, a multiple of the group's tokens per block.)")
       .def(
           "preempted",
-          [](BoundScheduler& b, std::uint64_t request) { Use(b)->preempted(RequestId{request}); },
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request) {
+            const RequestId id{request("request")};
+            Use(b).with([&](auto& s) { s.preempted(id); });
+          },
           "request"_a, R"(The request has lost its blocks and will start again.
 
 Args:
     request: The request.)")
       .def(
           "finished",
-          [](BoundScheduler& b, std::uint64_t request, bool aborted) {
-            Use(b)->finished(RequestId{request},
-                             aborted ? FinishReason::kAborted : FinishReason::kCompleted);
+          [](BoundScheduler& b, const Whole<std::uint64_t>& request, bool aborted) {
+            const RequestId id{request("request")};
+            const FinishReason how = aborted ? FinishReason::kAborted : FinishReason::kCompleted;
+            Use(b).with([&](auto& s) { s.finished(id, how); });
           },
           "request"_a, "aborted"_a = false,
           R"(The request is over; jobs in flight keep their blocks.
@@ -492,7 +552,7 @@ Args:
             const Use use(b);
             BoundPlan out;
             const GilFree released;
-            out.plan = use->end_step(monotonic_now());
+            use.with([&](auto& s) { out.plan = s.end_step(monotonic_now()); });
             return out;
           },
           R"(Sends the step's lookups as one call and hands over the step's jobs.
@@ -505,7 +565,7 @@ Returns:
             const Use use(b);
             const EncodedBytes encoded(data, "data");
             const GilFree released;
-            use->report(encoded.bytes(), monotonic_now());
+            use.with([&](auto& s) { s.report(encoded.bytes(), monotonic_now()); });
           },
           "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> None"),
           R"(Takes in reports of workers.
@@ -516,7 +576,7 @@ Args:
           "take_load_ends",
           [](BoundScheduler& b) {
             std::vector<LoadEnd> ends;
-            Use(b)->take_load_ends(ends);
+            Use(b).with([&](auto& s) { s.take_load_ends(ends); });
             return ends;
           },
           R"(Loads that have ended since the last call.
@@ -527,7 +587,7 @@ Returns:
           "take_changes",
           [](BoundScheduler& b) {
             std::vector<StoreChange> changes;
-            Use(b)->take_changes(changes);
+            Use(b).with([&](auto& s) { s.take_changes(changes); });
             return changes;
           },
           R"(What every rank has stored, and what a load no longer found or found damaged, since the last call.
@@ -552,7 +612,7 @@ Returns:
           "take_acquired",
           [](BoundScheduler& b) {
             std::vector<BlockId> ids;
-            Use(b)->take_acquired(ids);
+            Use(b).with([&](auto& s) { s.take_acquired(ids); });
             return to_array(std::move(ids));
           },
           R"(Blocks that need one more reference, to be added before any block is freed.
@@ -563,7 +623,7 @@ Returns:
           "take_released",
           [](BoundScheduler& b) {
             std::vector<BlockId> ids;
-            Use(b)->take_released(ids);
+            Use(b).with([&](auto& s) { s.take_released(ids); });
             return to_array(std::move(ids));
           },
           R"(Blocks that need one reference less.

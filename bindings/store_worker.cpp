@@ -8,6 +8,7 @@
 
 #include "handles.h"
 #include "kvprism/backend/clock.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -49,16 +50,21 @@ or copy run without the GIL.)")
           "__init__",
           [](BoundWorker* self, std::shared_ptr<const KeySchema> schema,
              nb::handle_t<SegmentMap> segment_map, std::shared_ptr<StoreHandle> store,
-             std::uint32_t rank, std::uint32_t max_segments_per_call,
-             std::uint64_t max_bytes_per_call, std::uint32_t max_gets_in_flight,
-             std::uint32_t max_puts_in_flight, std::uint32_t max_queued_jobs) {
+             const Whole<std::uint32_t>& rank, const Whole<std::uint32_t>& max_segments_per_call,
+             const Whole<std::uint64_t>& max_bytes_per_call,
+             const Whole<std::uint32_t>& max_gets_in_flight,
+             const Whole<std::uint32_t>& max_puts_in_flight,
+             const Whole<std::uint32_t>& max_queued_jobs) {
+            ProblemList problems;
             StoreWorkerOptions options;
-            options.rank = Rank{rank};
-            options.max_segments_per_call = max_segments_per_call;
-            options.max_bytes_per_call = max_bytes_per_call;
-            options.max_gets_in_flight = max_gets_in_flight;
-            options.max_puts_in_flight = max_puts_in_flight;
-            options.max_queued_jobs = max_queued_jobs;
+            options.rank = Rank{rank("rank", problems)};
+            options.max_segments_per_call =
+                max_segments_per_call("max_segments_per_call", problems);
+            options.max_bytes_per_call = max_bytes_per_call("max_bytes_per_call", problems);
+            options.max_gets_in_flight = max_gets_in_flight("max_gets_in_flight", problems);
+            options.max_puts_in_flight = max_puts_in_flight("max_puts_in_flight", problems);
+            options.max_queued_jobs = max_queued_jobs("max_queued_jobs", problems);
+            problems.throw_if_any(ErrorCode::kInvalidConfig, "store worker");
             new (self) BoundWorker(std::move(schema), segment_map, std::move(store), options);
           },
           "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from kvprism.hash import block_hasher
-from vllm.utils.hashing import sha256_cbor
+from vllm.utils.hashing import sha256_cbor, xxhash_cbor
 from vllm.v1.core import kv_cache_utils
 
 
@@ -56,22 +56,23 @@ def request_of(rng: random.Random, unit: int) -> tuple[SimpleNamespace, dict[str
 
 
 def compare(seed: int, cases: int) -> list[str]:
-    """What differs over random requests, with vLLM's default seed and with PYTHONHASHSEED set."""
+    """What differs over random requests, with vLLM's default seed and with PYTHONHASHSEED."""
     rng = random.Random(seed)
     problems: list[str] = []
     before = os.environ.pop("PYTHONHASHSEED", None)
     try:
-        for chain in (None, "42"):
+        # Without a seed vLLM begins the chain of xxhash_cbor with random bytes.
+        for chain, digest in ((None, sha256_cbor), ("42", sha256_cbor), ("42", xxhash_cbor)):
             if chain is not None:
                 os.environ["PYTHONHASHSEED"] = chain
-            kv_cache_utils.init_none_hash(sha256_cbor)
-            for _ in range(cases // 2):
+            kv_cache_utils.init_none_hash(digest)
+            hasher_of = kv_cache_utils.get_request_block_hasher
+            for _ in range(cases // 3):
                 unit = rng.choice((1, 4, 16, 100))
                 theirs, ours = request_of(rng, unit)
-                expected = kv_cache_utils.get_request_block_hasher(unit, sha256_cbor)(theirs)
-                found = block_hasher("sha256_cbor", unit).hashes(**ours)
-                if [row.tobytes() for row in found] != expected:
-                    problems.append(f"block hashes, seed {chain}, {unit} tokens: {ours}")
+                found = block_hasher(digest.__name__, unit).hashes(**ours)
+                if [row.tobytes() for row in found] != hasher_of(unit, digest)(theirs):
+                    problems.append(f"{digest.__name__}, seed {chain}, {unit} tokens: {ours}")
     finally:
         os.environ.pop("PYTHONHASHSEED", None)
         if before is not None:

@@ -104,7 +104,7 @@ def test_hashes_are_those_of_cbor2_and_a_digest(request: dict[str, Any]) -> None
         more = hasher.hashes(
             np.array(tokens[half * unit :], dtype=np.uint32),
             first=half * unit,
-            parent=theirs[half - 1] if half else b"",
+            parent=ours[half - 1] if half else b"",
             **rest,
         )
         assert [row.tobytes() for row in more] == theirs[half:]
@@ -131,10 +131,33 @@ def test_a_hash_that_pickles_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize("size", [-1, 2**32])
+def test_a_size_out_of_range_is_named(size: int) -> None:
+    expected = f"hash_block_size = {size}: expected a whole number from 0 to 4294967295"
+    with pytest.raises(kvprism.ConfigError, match=expected):
+        BlockHasher(hash_block_size=size)
+
+
 def test_embeddings_are_rows() -> None:
     hasher = BlockHasher(hash_block_size=2)
     with pytest.raises(kvprism.ArgumentError, match="expected a contiguous array"):
         hasher.hashes([0, 0], prompt_embeds=np.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first": 2**32}, "first = 4294967296: expected a whole number from 0 to 4294967295"),
+        ({"first": 1}, "first = 1: expected a multiple of 2"),
+        ({"first": 2, "parent": b"short"}, "parent = 5 bytes: expected 32 bytes, the hash of"),
+        ({"first": 2, "parent": np.zeros((32, 2), np.uint8)[:, 0]}, "expected bytes or a contig"),
+        ({"items": [("picture", -1, 2)]}, r"items\[\].offset = -1: expected a whole number"),
+        ({"tokens": [0, -1]}, r"tokens\[1\] = -1: expected a token id from 0 to 4294967295"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(kvprism.ArgumentError, match=message):
+        BlockHasher(hash_block_size=2).hashes(**({"tokens": [0, 0]} | change))
 
 
 def test_two_threads_do_not_share_a_hasher() -> None:

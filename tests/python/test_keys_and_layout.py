@@ -230,6 +230,16 @@ def test_a_long_value_is_cut_in_messages() -> None:
 def test_hashes_of_a_scheduler_have_a_sensible_width(width: int) -> None:
     names = store_helpers.schema(store_helpers.projection())
     store = kvprism.memory_store()
-    with pytest.raises(kvprism.ArgumentError, match="hash_width"):
+    with pytest.raises(kvprism.ConfigError, match=f"hash_width = {width}: expected 16 to 64 bytes"):
         kvprism.StoreScheduler(names, store, hash_width=width)
     kvprism.StoreScheduler(names, store, hash_width=16)
+
+
+def test_sizes_of_a_tensor_out_of_range_are_named_at_once() -> None:
+    with pytest.raises(kvprism.ArgumentError) as error:
+        kvprism.CacheTensor(0, layers=["f0"], block_stride=-1, offset=2**64, bytes=-2)
+    assert [(p.path, p.value) for p in error.value.problems] == [
+        ("block_stride", "-1"),
+        ("offset", "18446744073709551616"),
+        ("bytes", "-2"),
+    ]

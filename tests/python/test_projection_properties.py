@@ -216,6 +216,8 @@ def test_a_kind_must_declare_everything(left_out: str) -> None:
         ({"window": 4}, "0 for hit rule never"),
         ({"window": None}, "0 for hit rule never"),
         ({"hit": "window", "window": 0}, "a positive integer, or None"),
+        ({"window": -4}, "window = -4: expected a whole number from 0 to 4294967295"),
+        ({"replay_tokens": 2**32}, "replay_tokens = 4294967296: expected a whole number"),
     ],
 )
 def test_a_kind_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -250,10 +250,94 @@ def test_options_are_checked_all_at_once() -> None:
         )
     assert {p.path for p in caught.value.problems} == {"epoch", "load_timeout"}
     for seconds in (-1.0, float("nan")):
-        with pytest.raises(kvprism.ArgumentError, match="load_timeout_seconds"):
+        with pytest.raises(kvprism.ConfigError) as caught:
             kvprism.StoreScheduler(
-                schema(groups), kvprism.memory_store(), load_timeout_seconds=seconds
+                schema(groups),
+                kvprism.memory_store(),
+                epoch=-1,
+                load_timeout_seconds=seconds,
+                save_timeout_seconds=0,
+                max_held_percent=2**40,
+                hash_width=8,
             )
+        assert {p.path: p.expected for p in caught.value.problems if p.path != "save_timeout"} == {
+            "epoch": "a whole number from 0 to 18446744073709551615",
+            "load_timeout_seconds": "0 or more seconds",
+            "max_held_percent": "a whole number from 0 to 4294967295",
+            "hash_width": "16 to 64 bytes",
+        }
+        assert "save_timeout" in {p.path for p in caught.value.problems}
+    page = groups.groups()[0].page_size_bytes
+    tensor = kvprism.CacheTensor(
+        np.zeros((2, NUM_BLOCKS, page), np.uint8),
+        layers=["f0", "f1"],
+        layer_stride=NUM_BLOCKS * page,
+        block_stride=page,
+    )
+    with pytest.raises(kvprism.ConfigError) as caught:
+        kvprism.StoreWorker(
+            schema(groups),
+            kvprism.SegmentMap(groups, [tensor]),
+            kvprism.memory_store(),
+            rank=-1,
+            max_bytes_per_call=10**5000,
+        )
+    assert [(p.path, p.value) for p in caught.value.problems] == [
+        ("rank", "-1"),
+        ("max_bytes_per_call", "a number of thousands of digits"),
+    ]
+    with pytest.raises(kvprism.ConfigError) as caught:
+        kvprism.memory_store(latency_seconds=-1, max_bytes_per_call=-2)
+    assert {p.path for p in caught.value.problems} == {"latency_seconds", "max_bytes_per_call"}
+
+
+def test_numbers_out_of_range_are_named() -> None:
+    scheduler = Rank().scheduler
+    whole = "expected a whole number from 0 to"
+    for call in (
+        lambda: scheduler.lookup(-1, 8, []),
+        lambda: scheduler.allocated(-1, 0, []),
+        lambda: scheduler.finished(-1),
+        lambda: scheduler.restrict(-1),
+        lambda: scheduler.known_hashes(-1),
+    ):
+        with pytest.raises(
+            kvprism.ArgumentError, match=f"request = -1: {whole} 18446744073709551615"
+        ):
+            call()
+    with pytest.raises(kvprism.ArgumentError, match=f"prompt_tokens = -8: {whole} 4294967295"):
+        scheduler.lookup(1, -8, [])
+    with pytest.raises(kvprism.ArgumentError, match=rf"range\[1\] = 4294967296: {whole}"):
+        scheduler.save(1, (0, 2**32), [])
+    with pytest.raises(kvprism.ArgumentError, match=f"value = -1: {whole} 4294967295"):
+        kvprism.GroupId(-1)
+    assert scheduler.lookup(np.int64(1), np.uint32(0), []) == 0
+    assert scheduler.tracked() == 0
+
+
+def test_a_checked_scheduler_raises_for_calls_out_of_order() -> None:
+    bearing, checked = Rank(), Rank(checked=True)
+    bearing.scheduler.allocated(1, BLOCK, [])
+    with pytest.raises(kvprism.ArgumentError, match="allocated"):
+        checked.scheduler.allocated(1, BLOCK, [])
+    checked.scheduler.advanced(1, len(TOKENS), hashes(TOKENS))
+    first, end = checked.scheduler.wants_save(1) or (0, 0)
+    assert (first, end) == (0, 3 * BLOCK)
+    for wrong in ((first, end + BLOCK), (first + BLOCK, end)):
+        with pytest.raises(kvprism.ArgumentError, match="save"):
+            checked.scheduler.save(1, wrong, [[1, 2, 3, 4]])
+    checked.scheduler.save(1, (first, end), [[1, 2, 3]])
+    plan = checked.scheduler.end_step()
+    with pytest.raises(kvprism.ArgumentError, match="acquired blocks not taken"):
+        checked.scheduler.finished(1)
+    assert list(checked.scheduler.take_acquired()) == [1, 2, 3]
+    assert checked.worker.submit(plan, kvprism.ReadyToken.host())
+    checked.settle()
+    checked.scheduler.finished(1)
+    with pytest.raises(kvprism.ArgumentError, match="report"):
+        checked.scheduler.report(b"what is this")
+    assert checked.scheduler.counters()["saved_objects"] == 3
+    assert checked.scheduler.tracked() == 0
 
 
 def test_each_side_of_a_store_has_one_owner() -> None:

@@ -97,6 +97,11 @@ void BlockHasher::check(std::uint32_t first, std::span<const std::uint8_t> paren
     need_utf8(problems, "lora.path", extras.lora->path);
   }
   need_utf8(problems, "cache_salt", extras.cache_salt);
+  if (extras.embed_bytes_per_token != 0 &&
+      extras.prompt_embeds.size() % extras.embed_bytes_per_token != 0) {
+    problems.add("prompt_embeds", std::to_string(extras.prompt_embeds.size()) + " bytes",
+                 "rows of " + std::to_string(extras.embed_bytes_per_token) + " bytes");
+  }
   std::uint64_t free_from = 0;
   for (std::size_t i = 0; i < extras.items.size(); ++i) {
     const MultimodalItem& item = extras.items[i];

@@ -620,18 +620,19 @@ class BlockHasher:
     def none_hash(self) -> bytes:
         """The hash of the empty prefix."""
 
-    def hashes(self, tokens: Any, *, first: int = 0, parent: bytes = b"", lora: tuple[str, str] | None = None, items: Sequence[tuple[str, int, int]] = (), cache_salt: str = "", prompt_embeds: Any = None) -> numpy.typing.NDArray[numpy.uint8]:
+    def hashes(self, tokens: Any, *, first: int = 0, parent: Any = b"", lora: tuple[str, str] | None = None, items: Sequence[tuple[str, int, int]] = (), cache_salt: str = "", prompt_embeds: Any = None) -> numpy.typing.NDArray[numpy.uint8]:
         """
         The hashes of whole units, one after the other.
 
         Args:
             tokens: Token ids: a list, a tuple, an array of integers, or bytes of native 32-bit integers.
             first: Where in the request the tokens begin, a multiple of ``hash_block_size``.
-            parent: The hash of the unit before; empty at token 0.
+            parent: The hash of the unit before, as bytes or a row of what this returns; empty at token 0.
             lora: Name and path of the adapter.
             items: Multimodal items as (identifier, offset, length) in tokens of the request, by offset.
             cache_salt: Keeps this request's cache apart from that of others.
-            prompt_embeds: Embeddings in place of token ids, a row a token from the request's first on.
+            prompt_embeds: Embeddings in place of token ids, a row a token from the request's first on. Units behind the last row
+                still differ from those of a request without any.
 
         Returns:
             Array of shape (units, ``width``).
@@ -1497,7 +1498,7 @@ class StoreScheduler:
     flat bytes. Both are copied before the call returns.
     """
 
-    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, flight_record_path: str = '', record_to: str | None = None, hash_width: int = 32, tell_changes: bool = False) -> None:
+    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, flight_record_path: str = '', record_to: str | None = None, hash_width: int = 32, tell_changes: bool = False, checked: bool = False) -> None:
         """
         Takes the index side of `store`.
 
@@ -1523,6 +1524,8 @@ class StoreScheduler:
             record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.
             hash_width: Bytes of a hash in flat bytes; other forms tell it themselves.
             tell_changes: Keep for `take_changes` what comes and goes.
+            checked: Raise ArgumentError for calls out of order, which are otherwise counted and ignored; for an engine's first
+                weeks.
 
         Raises:
             Error: The configuration cannot be used with a store, or an option is out of range; all problems at once.

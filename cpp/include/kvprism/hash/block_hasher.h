@@ -87,7 +87,8 @@ class KVPRISM_API BlockHasher {
   // Appends the hashes of the whole units of `tokens`, which begin at token `first` of the request,
   // a multiple of hash_block_size. `parent` is the hash of the unit before, empty at token 0.
   // Throws Error (kInvalidArgument) with all problems and appends nothing: `first` inside a unit, a
-  // parent of another width, items out of order or of length 0, text that is not UTF-8.
+  // parent of another width, items out of order or of length 0, text that is not UTF-8,
+  // embeddings that end inside a row.
   void append(std::span<const std::uint32_t> tokens, std::uint32_t first,
               std::span<const std::uint8_t> parent, const HashExtras& extras,
               std::vector<std::uint8_t>& hashes);
