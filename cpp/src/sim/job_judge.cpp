@@ -1,0 +1,231 @@
+#include "sim/job_judge.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvprism::sim {
+namespace {
+
+std::string number(std::uint64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection,
+                   const StoreSchedulerOptions& options, bool clean, std::uint32_t step_tokens)
+    : objects_(objects),
+      options_(options),
+      clean_(clean),
+      step_tokens_(step_tokens),
+      hash_tokens_(projection.hash_block_size()),
+      held_(projection.num_blocks()),
+      at_least_(projection.num_blocks()),
+      at_most_(projection.num_blocks()) {
+  for (const GroupModel& group : objects_.groups()) {
+    if (!group.stored) continue;
+    chunk_tokens_.push_back(group.tokens);
+    positional_.push_back(group.kind != GroupModel::Kind::kState);
+  }
+}
+
+bool JobJudge::everywhere(const std::array<bool, kMaxRanks>& flags) const {
+  return std::all_of(flags.begin(), flags.begin() + options_.ranks, [](bool flag) { return flag; });
+}
+
+void JobJudge::fail(const char* invariant, std::string what) {
+  if (!broken_.empty()) return;
+  invariant_ = invariant;
+  broken_ = std::move(what);
+}
+
+void JobJudge::trace(std::string line) {
+  if (trace_ != nullptr) trace_->push_back("    " + std::move(line));
+}
+
+void JobJudge::hash_made(std::span<const std::uint8_t> hash,
+                         std::span<const std::uint32_t> tokens) {
+  objects_.learn(hash, tokens);
+}
+
+void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
+                         std::uint32_t local, const LookupResult& answer) {
+  if (answer.pending && (!clean_ || asked_.contains(raw(request)))) return;
+  if (!answer.pending && answer.external_tokens == 0 && !clean_) return;
+  TokenTrail trail(hash_tokens_);
+  trail.append(tokens);
+  const auto size = static_cast<std::uint32_t>(tokens.size());
+  const std::uint32_t replay = model_replay(objects_.groups());
+  const std::uint32_t alignment = objects_.alignment();
+  const std::uint32_t most = size > replay ? (size - replay) / alignment * alignment : 0;
+  if (answer.pending) {
+    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most)});
+    return;
+  }
+  if (trace_ != nullptr) {
+    trace("request " + number(raw(request)) + " of " + number(size) + " tokens has " +
+          number(local) + " local ones and is offered " + number(answer.external_tokens));
+  }
+  const std::uint32_t hit = local + answer.external_tokens;
+  if (answer.external_tokens > 0 && failed_loads_.contains(raw(request))) {
+    fail("bypass",
+         "request " + number(raw(request)) + " is offered tokens again after a load that failed");
+  }
+  if (answer.external_tokens > 0 && (hit > most || hit % alignment != 0)) {
+    fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " +
+                    number(most) + " in steps of " + number(alignment));
+  } else if (const auto missing = objects_.missing(trail, local, hit, most)) {
+    fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) +
+                    " of them local, of which chunk " + number(missing->chunk) + " of group " +
+                    number(raw(missing->group)) + " was never stored");
+  }
+  if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
+    // With fewer local tokens than when it was asked, more would have to be stored.
+    if (local >= asked->second.local && hit < asked->second.at_least) {
+      fail("missed hit", "a hit of " + number(hit) + " tokens although " +
+                             number(asked->second.at_least) + " are stored");
+    }
+    asked_.erase(asked);
+  }
+}
+
+void JobJudge::save_planned(RequestId request, const TokenRange& range) {
+  if (trace_ != nullptr) {
+    trace("request " + number(raw(request)) + " saves " + number(range.from) + ".." +
+          number(range.to));
+  }
+  if (range.from % step_tokens_ != 0 || range.to % objects_.alignment() != 0 || range.empty()) {
+    fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
+  }
+  std::vector<Hole>& holes = holes_[raw(request)];
+  for (const Hole& hole : holes) {
+    // Another request of the same prefix may have filled it.
+    if (range.from > hole.tokens && !stored_.contains(hole.content))
+      fail("hole",
+           "a save begins at " + number(range.from) + " behind the hole at " + number(hole.tokens));
+  }
+  holes.clear();
+}
+
+void JobJudge::planned(const StepPlan& plan) {
+  if (!plan.empty()) encode(plan.view(), last_plan_);
+  for (const JobRecord& record : plan.jobs) {
+    Job job;
+    job.request = record.request;
+    job.kind = record.kind;
+    job.planned_at = now_;
+    job.generation = generations_[raw(record.request)];
+    job.hand_off = record.kind == JobKind::kSave;
+    if (record.kind == JobKind::kSave && outdated_.contains(raw(record.request))) {
+      fail("purge", "request " + number(raw(record.request)) +
+                        " saves, and has computed tokens before a purge");
+    }
+    std::string runs;
+    std::uint32_t end = 0;  // of what is saved by position
+    for (std::uint32_t r = record.first_run; r < record.first_run + record.num_runs; ++r) {
+      const RunRecord& run = plan.runs[r];
+      if (raw(run.group) < positional_.size() && positional_[raw(run.group)]) {
+        job.hand_off = false;
+        end = std::max(end, plan.mark_tokens[run.first_mark + run.count - 1]);
+      }
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        const BlockId block = plan.ids[run.first_id + i];
+        job.blocks.push_back(block);
+        const auto hash = plan.view().mark_hash(run.first_mark + i);
+        if (record.kind == JobKind::kLoad && !objects_.seen(run.group, hash)) {
+          fail("hit", "load job " + number(raw(record.id)) + " names an object of " +
+                          number(plan.mark_tokens[run.first_mark + i]) +
+                          " tokens that was never stored");
+        }
+        if (record.kind == JobKind::kSave) {
+          std::string content(hash.begin(), hash.end());
+          content += number(raw(run.group));
+          job.pieces.push_back({run.group, run.first_chunk + i, std::move(content)});
+        }
+        if (raw(block) <= 0 || static_cast<std::size_t>(raw(block)) >= held_.size()) {
+          fail("null block", "a plan names block " + std::to_string(raw(block)));
+          return;
+        }
+        ++at_least_[static_cast<std::size_t>(raw(block))];
+        ++at_most_[static_cast<std::size_t>(raw(block))];
+        if (trace_ != nullptr) {
+          runs += " " + number(raw(run.group)) + ":" + number(run.first_chunk + i) + "@" +
+                  std::to_string(raw(block));
+        }
+      }
+    }
+    // The end of a prompt, which nothing follows.
+    job.hand_off |= end % step_tokens_ != 0;
+    if (trace_ != nullptr) {
+      trace("job " + number(raw(record.id)) +
+            (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
+            number(raw(record.request)) + ", group:chunk@block" + runs);
+    }
+    if (!jobs_.emplace(raw(record.id), std::move(job)).second)
+      fail("job id", "job " + number(raw(record.id)) + " is planned twice");
+  }
+}
+
+void JobJudge::load_started(RequestId request, JobId job) {
+  ++num_loads_;
+  if (!open_loads_.emplace(raw(job), request).second)
+    fail("load end", "load job " + number(raw(job)) + " starts twice");
+}
+
+void JobJudge::load_ended(const LoadEnd& end) {
+  if (trace_ != nullptr) {
+    trace("load job " + number(raw(end.job)) + " of request " + number(raw(end.request)) +
+          " ends with " + number(end.valid_tokens) + " tokens" +
+          (end.complete ? ", complete" : ", failed " + number(end.failed.size())) +
+          (end.blocks_quiet ? "" : ", not quiet"));
+  }
+  const auto job = jobs_.find(raw(end.job));
+  if (open_loads_.erase(raw(end.job)) != 1) {
+    fail("load end",
+         "load job " + number(raw(end.job)) +
+             (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
+  }
+  ended_loads_.insert(raw(end.job));
+  if (end.complete && overtaken_loads_.contains(raw(end.job)))
+    fail("purge", "load job " + number(raw(end.job)) + " brings what a purge has made void");
+  const bool present =
+      job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
+  if (!end.complete && present) failed_loads_.insert(raw(end.request));
+  if (!end.complete && clean_) {
+    fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
+  }
+  // What came from the store closes the holes before it.
+  std::erase_if(holes_[raw(end.request)],
+                [&](const Hole& hole) { return hole.tokens < end.valid_tokens; });
+  if (job != jobs_.end() && end.blocks_quiet && !everywhere(job->second.quiet_delivered)) {
+    fail("quiet", "load job " + number(raw(end.job)) + " ends before it is quiet");
+  }
+}
+
+void JobJudge::purged() {
+  stored_.clear();
+  holes_.clear();
+  asked_.clear();
+  for (const auto& [job, request] : open_loads_) overtaken_loads_.insert(job);
+}
+
+void JobJudge::forget(RequestId request) {
+  holes_.erase(raw(request));
+  asked_.erase(raw(request));
+  failed_loads_.erase(raw(request));
+  outdated_.erase(raw(request));
+  ++generations_[raw(request)];
+}
+
+bool JobJudge::loading(RequestId request) const {
+  return std::any_of(open_loads_.begin(), open_loads_.end(),
+                     [&](const auto& load) { return load.second == request; });
+}
+
+void JobJudge::acquired(std::span<const BlockId> blocks) {
+  for (const BlockId block : blocks) ++held_[static_cast<std::size_t>(raw(block))];
+}
+
+void JobJudge::released(std::span<const BlockId> blocks) {
+  for (const BlockId block : blocks) --held_[static_cast<std::size_t>(raw(block))];
+}
+
+}  // namespace kvprism::sim

@@ -1,0 +1,197 @@
+// What happens in the world, one thing at a time.
+#include "sim/world_run.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvprism::sim {
+
+// One thing happens.
+void WorldRun::event() {
+  now_ = now_ + Duration{static_cast<std::int64_t>(random_.below(600'000))};
+  life_.judge->set_now(now_);
+  const std::uint64_t roll = random_.below(1000);
+  if (roll < 380) {
+    step_event();
+  } else if (roll < 640) {
+    pump_event();
+  } else if (roll < 800) {
+    deliver_event();
+  } else if (roll < 930) {
+    submit_event();
+  } else if (roll < 945) {
+    abort_event();
+  } else if (roll < 955) {
+    trace("hung operations go on");
+    release_hung();
+  } else if (roll < 965) {
+    object_event();
+  } else if (roll < 975) {
+    now_ = now_ + milliseconds(static_cast<std::int64_t>(random_.between(10, 200)));
+    life_.judge->set_now(now_);
+    count(WorldFault::kTimeJump);
+    trace("time jumps");
+  } else if (roll < 998) {
+    noise_event();
+  } else if (config_.restarts) {
+    trace("restart");
+    count(WorldFault::kRestart);
+    end_life(false);
+    start_life();
+  }
+  take_finished();
+}
+
+void WorldRun::release_hung() {
+  for (const auto& injector : life_.injectors) injector->release_hung();
+}
+
+void WorldRun::step_event() {
+  if (life_.engine->step_in_flight()) {
+    trace("finish step");
+    life_.engine->finish_step(now_);
+  } else {
+    trace("begin step");
+    life_.engine->begin_step(now_);
+  }
+}
+
+void WorldRun::pump_event() {
+  trace("pump");
+  if (life_.engine->step_in_flight()) count(WorldFault::kLateToken);
+  life_.engine->pump(now_);
+  for (WorkerReport& report : channel_) {
+    const auto within = [&](std::uint64_t ms) {
+      return now_ + Duration{static_cast<std::int64_t>(random_.below(ms * 1'000'000))};
+    };
+    const Instant due = within(random_.chance(1, 4) ? 40 : 8);
+    queue_.push_back({report, due});
+    if (random_.chance(1, 8)) {
+      // At once, or when it is long forgotten.
+      count(WorldFault::kReportDuplicated);
+      queue_.push_back({std::move(report), random_.chance(1, 2) ? due : within(60)});
+    }
+  }
+  channel_.clear();
+}
+
+void WorldRun::deliver_event() {
+  trace("deliver");
+  bytes_.clear();
+  for (std::size_t i = 0; i < queue_.size();) {
+    if (queue_[i].due > now_ && config_.reorder_reports) {
+      ++i;
+      continue;
+    }
+    if (queue_[i].due > now_) break;
+    if (i > 0) count(WorldFault::kReportDelayed);
+    const WorkerReport report = std::move(queue_[i].report);
+    queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (random_.chance(1, 20)) stale_.push_back(report);
+    life_.judge->delivered(report, now_);
+    encode(report, encoded_);
+    bytes_.insert(bytes_.end(), encoded_.begin(), encoded_.end());
+  }
+  while (stale_.size() > 4) stale_.pop_front();
+  if (!bytes_.empty()) life_.engine->deliver(bytes_, now_);
+}
+
+bool WorldRun::leaving(RequestId request) const {
+  return std::find(leaving_.begin(), leaving_.end(), request) != leaving_.end();
+}
+
+void WorldRun::submit_event() {
+  if (life_.engine->unfinished() >= config_.max_requests) {
+    step_event();
+    return;
+  }
+  RequestId id{next_request_++};
+  if (!past_.empty() && random_.chance(1, 3)) {
+    const RequestId past = past_[random_.below(past_.size())];
+    if (!leaving(past) && std::find(live_.begin(), live_.end(), past) == live_.end()) {
+      count(WorldFault::kIdReused);
+      id = past;
+    }
+  }
+  submit(id);
+}
+
+void WorldRun::submit(RequestId id) {
+  Request request;
+  request.id = id;
+  const auto& base = !turns_.empty() && random_.chance(1, 3)
+                         ? turns_[random_.below(turns_.size())]
+                         : families_[random_.below(families_.size())];
+  const std::size_t longest = std::min<std::size_t>(base.size(), config_.max_prompt);
+  const std::size_t kept = random_.chance(1, 2) ? longest : random_.below(longest + 1);
+  request.prompt.assign(base.begin(), base.begin() + static_cast<std::ptrdiff_t>(kept));
+  const std::uint64_t more = random_.below(1 + config_.max_prompt - kept);
+  for (std::uint64_t i = 0; i < std::min<std::uint64_t>(more, 24); ++i) {
+    request.prompt.push_back(token());
+  }
+  if (request.prompt.empty()) request.prompt.push_back(token());
+  request.max_new_tokens = static_cast<std::uint32_t>(random_.between(1, config_.max_new_tokens));
+  trace("submit request " + std::to_string(raw(request.id)) + " of " +
+        std::to_string(request.prompt.size()) + " tokens");
+  live_.push_back(request.id);
+  prompts_[raw(request.id)] = request.prompt;
+  life_.engine->submit(std::move(request));
+}
+
+void WorldRun::abort_event() {
+  if (live_.empty()) return;
+  RequestId request = live_[random_.below(live_.size())];
+  const auto loading = std::find_if(live_.begin(), live_.end(),
+                                    [&](RequestId live) { return life_.judge->loading(live); });
+  if (loading != live_.end() && random_.chance(1, 2)) request = *loading;
+  trace("abort request " + std::to_string(raw(request)));
+  count(WorldFault::kAbort);
+  const bool while_loading = life_.judge->loading(request);
+  if (while_loading) count(WorldFault::kAbortLoading);
+  std::erase(live_, request);
+  leaving_.push_back(request);
+  life_.engine->abort(request);
+  take_finished();
+  // Its load goes on, and ends for a request that is another one by then.
+  if (while_loading && !leaving(request) && random_.chance(1, 2)) {
+    count(WorldFault::kIdReused);
+    submit(request);
+  }
+}
+
+void WorldRun::object_event() {
+  if (!config_.erase_objects || config_.clean || keys_.empty()) return;
+  const std::string& key = keys_[random_.below(keys_.size())];
+  trace("object " + key + " goes");
+  if (!pool_->erase(key)) return;
+  if (random_.chance(1, 2)) {
+    count(WorldFault::kErased);
+  } else {
+    count(WorldFault::kUnfinished);
+    pool_->add_unfinished(key, 64, now_);
+  }
+}
+
+void WorldRun::take_finished() {
+  finished_.clear();
+  life_.engine->take_finished(finished_);
+  for (FinishedRequest& request : finished_) {
+    std::erase(live_, request.id);
+    std::erase(leaving_, request.id);
+    life_.judge->forget(request.id);
+    if (request.rejected) continue;
+    // Their jobs may still be running.
+    past_.push_back(request.id);
+    if (past_.size() > 3) past_.pop_front();
+    std::vector<std::uint32_t> tokens = std::move(prompts_[raw(request.id)]);
+    tokens.insert(tokens.end(), request.output.begin(), request.output.end());
+    if (request.aborted) continue;
+    // One that was preempted has started again somewhere else.
+    const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
+    if (config_.clean) completed_.push_back({request.id, tokens, prompt, request.prompt_tokens});
+    if (turns_.size() < 16) turns_.emplace_back();
+    turns_[random_.below(turns_.size())] = std::move(tokens);
+  }
+}
+
+}  // namespace kvprism::sim

@@ -1,0 +1,109 @@
+// One engine from its start to its restart, and what it leaves to the totals.
+#include "sim/world_run.h"
+
+#include "kvprism/store/replay_run.h"
+
+namespace kvprism::sim {
+namespace {
+
+constexpr std::uint64_t kReplayedSeeds = 16;  // one in so many is repeated from its recording
+
+}  // namespace
+
+void WorldRun::start_life() {
+  life_.epoch = random_.next() | 1;
+  std::vector<EngineRank> ranks;
+  for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
+    const auto memory = std::make_shared<SimMemory>(*projection_, config_.memory);
+    config_.faults.seed = random_.next();
+    const auto injector = std::make_shared<FaultInjector>(
+        std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
+    StoreWorkerOptions worker = config_.worker;
+    worker.rank = Rank{r};
+    life_.memories.push_back(memory);
+    life_.injectors.push_back(injector);
+    life_.workers.push_back(std::make_shared<StoreWorker>(
+        schema_, SegmentMap::make(projection_, memory->tensors()), injector, worker));
+    ranks.push_back({life_.workers.back(), memory});
+  }
+  config_.faults.seed = random_.next();
+  life_.index = std::make_shared<FaultInjector>(
+      nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
+  config_.scheduler.epoch = life_.epoch;
+  config_.scheduler.ranks = config_.cache.parallel.tp;
+  recording_.clear();
+  if (options_.seed % kReplayedSeeds == 0) {
+    config_.scheduler.record = {[](void* to, std::span<const std::byte> more) {
+                                  auto& all = *static_cast<std::vector<std::byte>*>(to);
+                                  all.insert(all.end(), more.begin(), more.end());
+                                  return true;
+                                },
+                                &recording_};
+  }
+  life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.index, config_.scheduler);
+  life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler, config_.clean,
+                                           step_tokens_);
+  life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
+  life_.judge->set_now(now_);
+  life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks),
+                                          config_.engine, life_.judge.get());
+}
+
+void WorldRun::end_life(bool drained) {
+  life_.engine->finish_step(now_);
+  const Duration budget = drained || random_.chance(1, 2) ? seconds(1) : Duration{};
+  for (std::uint32_t r = 0; r < life_.workers.size(); ++r) {
+    const CloseReport closed = life_.workers[r]->close(now_, budget);
+    WorkerReport report;
+    while (life_.workers[r]->poll(report)) {
+      life_.judge->hold_report(report);
+      stale_.push_back(report);
+    }
+    const std::string broken = life_.judge->check_closed(r, closed.unquiet);
+    if (!broken.empty()) fail("close", broken);
+    if (drained && closed.unquiet != 0)
+      fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
+  }
+  life_.index->close_index({});
+  if (!recording_.empty()) {
+    const ReplayRunResult replay = replay_run(recording_);
+    if (!replay.same) fail("replay", replay.difference);
+    count(WorldFault::kReplayed);
+  }
+  if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
+  channel_.clear();
+  queue_.clear();
+  while (stale_.size() > 4) stale_.pop_front();
+
+  WorldTotals& totals = result_.totals;
+  const EngineStats& stats = life_.engine->stats();
+  totals.requests += stats.submitted;
+  totals.finished += stats.finished;
+  totals.aborted += stats.aborted;
+  totals.computed_tokens += stats.computed_tokens;
+  totals.local_hit_tokens += stats.local_hit_tokens;
+  totals.external_hit_tokens += stats.external_hit_tokens;
+  totals.loads += life_.judge->loads();
+  totals.jobs += life_.judge->jobs();
+  const auto add_faults = [&](const FaultInjector& injector) {
+    for (const FaultCount& row : injector.table())
+      totals.faults[static_cast<std::size_t>(row.kind)] += row.raised;
+  };
+  add_faults(*life_.index);
+  for (const auto& injector : life_.injectors) add_faults(*injector);
+  count(WorldFault::kPreemption, stats.preemptions);
+  count(WorldFault::kDetachedLoad, stats.loads_detached);
+  count(WorldFault::kPartialLoad, stats.loads_partial);
+  count(WorldFault::kObjectRemoved, life_.scheduler->counters().objects_removed);
+  count(WorldFault::kQuarantine, life_.scheduler->counters().ledger.quarantined);
+
+  // Native code may still own parts of it.
+  graveyard_.insert(graveyard_.end(), life_.memories.begin(), life_.memories.end());
+  life_ = Life();
+  purging_ = false;
+  live_.clear();
+  leaving_.clear();
+  completed_.clear();
+}
+
+}  // namespace kvprism::sim

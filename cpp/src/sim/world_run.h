@@ -1,0 +1,127 @@
+// One seed of the simulated world while it runs.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvprism/sim/engine.h"
+#include "kvprism/sim/world.h"
+#include "sim/job_judge.h"
+#include "sim/object_judge.h"
+#include "sim/world_config.h"
+
+namespace kvprism::sim {
+
+using detail::SeededRandom;
+
+// One engine from its start to its restart. Members go in reverse: the engine first, the memory
+// last.
+struct Life {
+  std::uint64_t epoch = 0;
+  std::vector<std::shared_ptr<SimMemory>> memories;       // by rank
+  std::vector<std::shared_ptr<FaultInjector>> injectors;  // by rank
+  std::shared_ptr<FaultInjector> index;
+  std::shared_ptr<StoreScheduler> scheduler;
+  std::vector<std::shared_ptr<StoreWorker>> workers;  // by rank
+  std::unique_ptr<JobJudge> judge;
+  std::unique_ptr<Engine> engine;
+};
+
+struct HeldReport {
+  WorkerReport report;
+  Instant due;
+};
+
+struct Completed {
+  RequestId id{};
+  std::vector<std::uint32_t> tokens;
+  std::uint32_t prompt = 0;  // tokens; 0 when it has started more than once
+  std::uint32_t size = 0;    // tokens of the prompt
+};
+
+class WorldRun {
+ public:
+  explicit WorldRun(const WorldOptions& options);
+  WorldResult run();
+
+ private:
+  std::uint32_t token() { return static_cast<std::uint32_t>(random_.below(1u << 16)); }
+  void count(WorldFault kind, std::uint64_t times = 1) {
+    result_.totals.world_faults[static_cast<std::size_t>(kind)] += times;
+  }
+  void fit_prompts();
+  bool tracing() const { return event_ >= options_.trace_from; }
+  void trace(const std::string& line);
+  void fail(std::string invariant, std::string what);
+
+  // An engine's beginning and end (world_life.cpp).
+  void start_life();
+  void end_life(bool drained);
+
+  // What happens (world_events.cpp).
+  void event();
+  void release_hung();
+  void step_event();
+  void pump_event();
+  void deliver_event();
+  bool leaving(RequestId request) const;
+  void submit_event();
+  void submit(RequestId id);
+  void abort_event();
+  void object_event();
+  void take_finished();
+
+  // Calls that nobody should make, and purges (world_noise.cpp).
+  void noise_event();
+  void purge_event();
+  void foreign_plan();
+
+  // What must be true of it (world_check.cpp).
+  void check();
+  void check_purge();
+  void verify();
+  bool drained() const;
+  void drain();
+  void check_stored(const Completed& done);
+
+  const WorldOptions options_;
+  WorldConfig config_;
+  SeededRandom random_;
+  Instant now_{1'000'000'000};
+  std::uint32_t event_ = 0;
+  WorldResult result_;
+
+  std::shared_ptr<const Projection> projection_;
+  std::shared_ptr<const KeySchema> schema_;
+  std::shared_ptr<MemoryPool> pool_;
+  ObjectJudge objects_;
+  const std::uint32_t step_tokens_;
+  std::uint64_t version_ = 0;
+  std::vector<std::shared_ptr<SimMemory>> graveyard_;
+  Life life_;
+
+  std::vector<WorkerReport> channel_;
+  std::deque<HeldReport> queue_;
+  std::deque<WorkerReport> stale_;
+  std::vector<std::byte> encoded_;
+  std::vector<std::byte> bytes_;
+
+  std::vector<std::vector<std::uint32_t>> families_;
+  std::vector<std::vector<std::uint32_t>> turns_;  // conversations that may go on
+  std::vector<Completed> completed_;               // in clean worlds
+  std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> prompts_;
+  std::uint64_t next_request_ = 1;
+  std::vector<RequestId> live_;
+  std::vector<RequestId> leaving_;  // aborted, but not gone yet
+  std::deque<RequestId> past_;      // ended lately
+  std::vector<FinishedRequest> finished_;
+  std::vector<std::string> keys_;
+  bool purging_ = false;
+  std::vector<std::byte> recording_;
+};
+
+}  // namespace kvprism::sim
