@@ -203,6 +203,9 @@ void bind_store_plan(nb::module_& m) {
         out["same"] = result.same;
         out["difference"] = result.difference;
         out["ignored_bytes"] = result.ignored_bytes;
+        out["ended"] = result.ended;
+        out["recorded_by"] = result.recorded_by;
+        out["repeated_by"] = result.repeated_by;
         return out;
       },
       "recording"_a,
@@ -215,10 +218,11 @@ Args:
 
 Returns:
     "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
-    "difference" otherwise; "ignored_bytes" of a last call that was cut off.
+    "difference" otherwise; "ignored_bytes" of a last call that was cut off; "ended", whether the file says that nothing
+    follows; "recorded_by" and "repeated_by", versions and compilers.
 
 Raises:
-    Error: The bytes are no recording of this version.)");
+    Error: The bytes are no recording of this version, or go on behind its end.)");
   bind_step_plan(m);
   bind_tokens_and_ends(m);
 }

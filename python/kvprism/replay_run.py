@@ -27,5 +27,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{result['calls']} calls, {result['steps']} steps, {result['plans']} with a plan")
         if result["ignored_bytes"]:
             print(f"{result['ignored_bytes']} bytes of a last call that was cut off were ignored")
+        if not result["ended"]:
+            print("the recording has no end: its program was killed, or its disk was full")
+        if result["recorded_by"] != result["repeated_by"]:
+            print(f"recorded by {result['recorded_by']}, repeated by {result['repeated_by']}")
         print("the same" if result["same"] else f"DIFFERENT: {result['difference']}")
     return 0 if result["same"] else EXIT_DIFFERENT

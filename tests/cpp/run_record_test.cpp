@@ -12,6 +12,7 @@
 
 #include "kvprism/backend/run_file.h"
 #include "kvprism/base/error.h"
+#include "kvprism/base/version.h"
 #include "kvprism/run/flight_recorder.h"
 #include "store_fixtures.h"
 
@@ -102,6 +103,9 @@ TEST(RunRecord, ARepetitionDecidesTheSame) {
   EXPECT_EQ(result.plans, 2u);
   EXPECT_EQ(result.calls, 20u);
   EXPECT_EQ(result.ignored_bytes, 0u);
+  EXPECT_FALSE(result.ended) << "only a file tells its end";
+  EXPECT_THAT(result.recorded_by, HasSubstr(std::string("kvprism ") + kVersionString + ", "));
+  EXPECT_EQ(result.recorded_by, result.repeated_by);
 }
 
 TEST(RunRecord, TheSameRunGivesTheSameBytes) { EXPECT_EQ(recorded(), recorded()); }
@@ -117,6 +121,22 @@ TEST(RunRecord, TheFirstDifferenceIsNamed) {
   const ReplayRunResult found = replay_run(bytes);
   EXPECT_FALSE(found.same);
   EXPECT_EQ(found.difference, "call 3, lookup in step 1: it returned 0 30, and now 0 40");
+}
+
+TEST(RunRecord, AnotherProgramIsNamedWithTheDifference) {
+  Bytes bytes = recorded();
+  const std::string program = replay_run(bytes).recorded_by;
+  const auto* const first = reinterpret_cast<const std::byte*>(program.data());
+  const auto at = std::search(bytes.begin(), bytes.end(), first, first + program.size());
+  ASSERT_NE(at, bytes.end());
+  at[0] = std::byte{'K'};
+  EXPECT_TRUE(replay_run(bytes).same) << "it decides the same";
+  const std::uint64_t result[2] = {0, 64};
+  const auto* const words = reinterpret_cast<const std::byte*>(result);
+  std::search(bytes.begin(), bytes.end(), words, words + sizeof(result))[8] = std::byte{48};
+  EXPECT_EQ(replay_run(bytes).difference,
+            "call 3, lookup in step 1: it returned 0 30, and now 0 40 (recorded by K" +
+                program.substr(1) + ", repeated by " + program + ")");
 }
 
 TEST(RunRecord, ACutOffCallIsIgnored) {
@@ -163,7 +183,7 @@ TEST(RunRecord, WhatIsNoRecordingIsRefused) {
   EXPECT_THAT(error_of({}), HasSubstr("a recording, which begins with 8 bytes"));
   EXPECT_THAT(error_of(std::span(bytes).subspan(8)), HasSubstr("magic"));
   bytes[4] = std::byte{9};
-  EXPECT_THAT(error_of(bytes), HasSubstr("version = 9: expected 1"));
+  EXPECT_THAT(error_of(bytes), HasSubstr("version = 9: expected 2"));
 }
 
 TEST(RunRecord, AFileTakesIt) {
@@ -186,7 +206,23 @@ TEST(RunRecord, AFileTakesIt) {
                                         ": expected the name of a new file that can be written"));
     EXPECT_THAT(error.what(), HasSubstr("File exists"));
   }
-  EXPECT_EQ(std::filesystem::file_size(path), recorded().size());
+  EXPECT_EQ(std::filesystem::file_size(path), recorded().size() + 16) << "and its end";
+  std::ifstream file(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  Bytes bytes(text.size());
+  std::memcpy(bytes.data(), text.data(), text.size());
+  EXPECT_TRUE(replay_run(bytes).ended);
+  EXPECT_EQ(replay_run(bytes).calls, 20u);
+  bytes.resize(bytes.size() + 3);
+  try {
+    replay_run(bytes);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(),
+                HasSubstr("byte " + std::to_string(text.size()) +
+                          " = 3 more bytes: expected nothing behind the end, which byte " +
+                          std::to_string(text.size() - 16) + " tells"));
+  }
   std::filesystem::remove(path);
   EXPECT_THROW(RunFile("/nowhere/at/all"), Error);
 }

@@ -38,6 +38,9 @@ def test_a_recorded_run_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert result["same"] is True
     assert result["plans"] == 2
     assert result["ignored_bytes"] == 0
+    assert result["ended"] is True
+    assert result["recorded_by"] == result["repeated_by"]
+    assert result["recorded_by"].startswith(f"kvprism {kvprism.__version__}, ")
     assert main(["replay-run", str(path)]) == 0
     assert capsys.readouterr().out.endswith("with a plan\nthe same\n")
 
@@ -64,7 +67,22 @@ def test_a_cut_file_is_repeated_as_far_as_it_goes(
     content = path.read_bytes()
     path.write_bytes(content[:-20])
     assert main(["replay-run", str(path)]) == 0
-    assert "of a last call that was cut off were ignored\nthe same\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of a last call that was cut off were ignored\n" in out
+    assert "the recording has no end: its program was killed, or its disk was full\n" in out
+    assert out.endswith("the same\n")
+
+
+def test_bytes_behind_the_end_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    recorded(path)
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"more")
+    assert main(["replay-run", str(path)]) == 2
+    assert f"byte {size} = 4 more bytes" in capsys.readouterr().err
 
 
 def test_what_is_no_recording_is_refused(

@@ -9,12 +9,24 @@
 
 #include "kvprism/base/error.h"
 #include "kvprism/base/log.h"
+#include "store/run_recorder.h"
 
 namespace kvprism {
 
 struct RunFile::Impl {
   int file = -1;
+  bool whole = true;  // nothing of it has been refused
   std::string path;
+
+  bool write(std::span<const std::byte> bytes) noexcept {
+    while (whole && !bytes.empty()) {
+      const ssize_t written = ::write(file, bytes.data(), bytes.size());
+      if (written < 0 && errno == EINTR) continue;
+      whole = written > 0;
+      if (whole) bytes = bytes.subspan(static_cast<std::size_t>(written));
+    }
+    return whole;
+  }
 };
 
 RunFile::RunFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
@@ -28,6 +40,8 @@ RunFile::RunFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
 }
 
 RunFile::~RunFile() {
+  const detail::RunRecordHead end{detail::RunKind::kEnd, 0, 0};
+  impl_->write(std::as_bytes(std::span(&end, 1)));
   // Some file systems tell only now that they have no space.
   if (::close(impl_->file) != 0) {
     log(LogLevel::kWarning,
@@ -37,14 +51,7 @@ RunFile::~RunFile() {
 
 RunSink RunFile::sink() noexcept {
   return {[](void* context, std::span<const std::byte> bytes) {
-            const int file = static_cast<Impl*>(context)->file;
-            while (!bytes.empty()) {
-              const ssize_t written = ::write(file, bytes.data(), bytes.size());
-              if (written < 0 && errno == EINTR) continue;
-              if (written <= 0) return false;
-              bytes = bytes.subspan(static_cast<std::size_t>(written));
-            }
-            return true;
+            return static_cast<Impl*>(context)->write(bytes);
           },
           impl_.get()};
 }

@@ -180,9 +180,9 @@ bool next_record(std::span<const std::byte> all, std::size_t& at, Record& out) {
   RunRecordHead head;
   std::memcpy(&head, all.data() + at, sizeof(head));
   const std::size_t padded = (std::size_t{head.bytes} + 7) & ~std::size_t{7};
-  if (head.kind < RunKind::kSetup || head.kind > RunKind::kReturn) {
+  if (head.kind < RunKind::kSetup || head.kind > RunKind::kEnd) {
     refuse(fmt::format("byte {}: kind", at), std::to_string(static_cast<std::uint32_t>(head.kind)),
-           "1 to 6");
+           "1 to 7");
   }
   if (head.at < -kFarthest || head.at > kFarthest) {
     refuse(fmt::format("byte {}: time", at), std::to_string(head.at),
@@ -207,6 +207,8 @@ struct Replay {
 
   void set_up(const Record& record) {
     Reader reader = record.reader();
+    result.recorded_by = reader.text();
+    result.repeated_by = detail::run_program();
     const auto projection = Projection::make(
         cache_config_from_json(reader.text(), SpecRegistry::builtin()), SpecRegistry::builtin());
     KeyFacts facts;
@@ -358,6 +360,14 @@ ReplayRunResult replay_run(std::span<const std::byte> recording) {
   for (std::size_t begin = at;; begin = at) {
     Record call;
     bool whole = next_record(recording, at, call);
+    if (whole && call.kind == RunKind::kEnd) {
+      if (at != recording.size()) {
+        refuse(fmt::format("byte {}", at), fmt::format("{} more bytes", recording.size() - at),
+               fmt::format("nothing behind the end, which byte {} tells", call.offset));
+      }
+      result.ended = true;
+      return result;
+    }
     if (whole && call.kind != RunKind::kCall) {
       refuse(fmt::format("byte {}: kind", call.offset),
              std::to_string(static_cast<std::uint32_t>(call.kind)), "2, the beginning of a call");
@@ -366,7 +376,7 @@ ReplayRunResult replay_run(std::span<const std::byte> recording) {
     while (whole) {
       whole = next_record(recording, at, record);
       if (!whole || record.kind == RunKind::kReturn) break;
-      if (record.kind < RunKind::kIndexStart) {
+      if (record.kind < RunKind::kIndexStart || record.kind == RunKind::kEnd) {
         refuse(fmt::format("byte {}: kind", record.offset),
                std::to_string(static_cast<std::uint32_t>(record.kind)), "3 to 6 inside a call");
       }
@@ -394,6 +404,10 @@ ReplayRunResult replay_run(std::span<const std::byte> recording) {
       result.difference =
           fmt::format("call {}, {} in step {}: {}", result.calls,
                       name < kCallNames.size() ? kCallNames[name] : "?", result.steps, difference);
+      if (result.recorded_by != result.repeated_by) {
+        result.difference += fmt::format(" (recorded by {}, repeated by {})", result.recorded_by,
+                                         result.repeated_by);
+      }
       return result;
     }
   }

@@ -4,6 +4,7 @@
 
 #include "group/hash128.h"
 #include "kvprism/base/log.h"
+#include "kvprism/base/version.h"
 
 namespace kvprism::detail {
 
@@ -16,6 +17,15 @@ std::array<std::uint64_t, 2> hash_words(std::span<const std::byte> bytes) {
   return words;
 }
 
+std::string run_program() {
+#if defined(__clang__)
+  constexpr const char* compiler = "clang ";
+#else
+  constexpr const char* compiler = "gcc ";
+#endif
+  return std::string("kvprism ") + kVersionString + ", " + compiler + __VERSION__;
+}
+
 void RecordedCall::result_of(std::span<const std::byte> bytes) { result_ = hash_words(bytes); }
 
 RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
@@ -24,6 +34,7 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
   const RunHeader header;
   RunWriter(buffer_).append(&header, sizeof(header));
   record(RunKind::kSetup, Instant{}, [&](RunWriter writer) {
+    writer.text(run_program());
     writer.text(to_json(schema.projection().config()));
     const KeyFacts& facts = schema.key_facts();
     writer.text(facts.model);

@@ -1,5 +1,6 @@
 // Records what enters a scheduler and what it answers. The file is a header, a setup record and
-// then, for every call: its inputs, what its index did meanwhile, its result.
+// then, for every call: its inputs, what its index did meanwhile, its result. A RunFile that is
+// closed ends with a record that says so.
 #pragma once
 
 #include <array>
@@ -7,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -23,6 +25,7 @@ enum class RunKind : std::uint32_t {
   kIndexEnd = 4,
   kIndexIdle = 5,  // a poll that found nothing
   kReturn = 6,
+  kEnd = 7,  // nothing follows
 };
 
 enum class RunCall : std::uint32_t {
@@ -46,7 +49,7 @@ enum class RunCall : std::uint32_t {
 };
 
 constexpr std::uint32_t kRunMagic = 0x5250564b;  // "KVPR"
-constexpr std::uint32_t kRunVersion = 1;
+constexpr std::uint32_t kRunVersion = 2;
 
 struct RunHeader {
   std::uint32_t magic = kRunMagic;
@@ -58,6 +61,9 @@ struct RunRecordHead {
   std::int64_t at = 0;
 };
 static_assert(sizeof(RunHeader) == 8 && sizeof(RunRecordHead) == 16);
+
+// The program that records: its version, and what has built it.
+std::string run_program();
 
 // Appends to one payload.
 class RunWriter {
