@@ -93,7 +93,8 @@ std::shared_ptr<StoreHandle> mooncake_store(
     double connect_timeout_seconds, std::string library,
     std::optional<std::vector<std::string>> packages, std::string python_library,
     const std::string& unknown, const std::map<std::string, std::string>& environment,
-    std::optional<std::string> rdma_device_folder, double setup_timeout_seconds) {
+    std::optional<std::string> rdma_device_folder, double setup_timeout_seconds,
+    const Whole<std::uint64_t>& max_region_bytes) {
   ProblemList problems;
   MooncakeOptions options;
   options.master = std::move(master);
@@ -105,6 +106,7 @@ std::shared_ptr<StoreHandle> mooncake_store(
   options.local_buffer_size = local_buffer_size("local_buffer_size", problems);
   options.max_slices_per_call = max_slices_per_call("max_slices_per_call", problems);
   options.max_bytes_per_call = max_bytes_per_call("max_bytes_per_call", problems);
+  options.max_region_bytes = max_region_bytes("max_region_bytes", problems);
   options.connect_timeout =
       to_duration(connect_timeout_seconds, "connect_timeout_seconds", problems);
   options.library = std::move(library);
@@ -363,7 +365,7 @@ Raises:
         "max_bytes_per_call"_a = 256u << 20, "connect_timeout_seconds"_a = 2.0, "library"_a = "",
         "site_packages"_a = nb::none(), "python_library"_a = "", "unknown_build"_a = "refuse",
         "environment"_a = std::map<std::string, std::string>(), "rdma_device_folder"_a = nb::none(),
-        "setup_timeout_seconds"_a = 15.0, R"(Connects to a Mooncake store.
+        "setup_timeout_seconds"_a = 15.0, "max_region_bytes"_a = 0, R"(Connects to a Mooncake store.
 
 Args:
     master: Address of mooncake_master, as host:port.
@@ -383,6 +385,7 @@ Args:
     environment: Variables that Mooncake reads, set before its library is opened for the first time.
     rdma_device_folder: Where RDMA devices are listed.
     setup_timeout_seconds: Bound of the whole set-up.
+    max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for whole regions, else at least 1 MiB.
 
 Returns:
     The store, connected.

@@ -16,6 +16,7 @@
 #include "backend/mooncake_status.h"
 #include "backend/preflight.h"
 #include "backend/region_table.h"
+#include "backend/registration.h"
 #include "kvprism/backend/mooncake_client.h"
 #include "mooncake/elf.h"
 #include "mooncake/finder.h"
@@ -218,15 +219,78 @@ TEST(Preflight, RdmaWithoutDevicesIsRefusedBeforeAnythingIsOpened) {
 }
 
 TEST(Preflight, MemoryLockSaysNumbersAndCure) {
-  EXPECT_TRUE(detail::check_memory_lock(65536, 65536, false).empty());
-  EXPECT_TRUE(detail::check_memory_lock(65536, 1 << 30, true).empty());
-  EXPECT_TRUE(
-      detail::check_memory_lock(std::numeric_limits<std::uint64_t>::max(), 1 << 30, false).empty());
-  const auto problems = detail::check_memory_lock(65536, 1 << 30, false);
+  const auto check = [](std::uint64_t limit, std::vector<std::uint64_t> lengths, bool privileged,
+                        std::uint32_t devices) {
+    return detail::check_registration(lengths, {limit, privileged, devices, 0, 0});
+  };
+  constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
+  EXPECT_TRUE(check(65536, {65536}, false, 1).empty());
+  EXPECT_TRUE(check(65536, {32768, 32768}, false, 1).empty());
+  EXPECT_TRUE(check(65536, {1 << 30}, true, 1).empty());
+  EXPECT_TRUE(check(kUnlimited, {1 << 30}, false, 8).empty());
+  const auto problems = check(65536, {1 << 29, 1 << 29}, false, 1);
   ASSERT_EQ(problems.size(), 1u);
-  EXPECT_NE(problems[0].value.find("65536"), std::string::npos);
-  EXPECT_NE(problems[0].expected.find("1073741824"), std::string::npos);
+  EXPECT_EQ(problems[0].path, "memory lock limit");
+  EXPECT_EQ(problems[0].value, "65536 bytes");
+  EXPECT_EQ(problems[0].expected, "at least 1073741824 bytes, which RDMA must lock");
   EXPECT_NE(problems[0].hint.find("ulimit -l"), std::string::npos);
+  // Each device locks the same pages once more.
+  EXPECT_TRUE(check(4 << 20, {1 << 20}, false, 4).empty());
+  ASSERT_EQ(check(4 << 20, {(1 << 20) + 1}, false, 4).size(), 1u);
+  EXPECT_EQ(check(4 << 20, {(1 << 20) + 1}, false, 4)[0].expected,
+            "at least 1048577 bytes, which RDMA must lock for each of 4 devices");
+}
+
+TEST(Registration, MoreRegionsThanADeviceTakesAreToldWithBothNumbers) {
+  // A pool of 700 GiB in pieces of 2 GiB, as one was reported.
+  const std::uint64_t pool[] = {std::uint64_t{700} << 30};
+  detail::RegistrationFacts facts;
+  facts.max_region_bytes = std::uint64_t{2} << 30;
+  facts.max_regions = 350;
+  EXPECT_TRUE(detail::check_registration(pool, facts).empty());
+  facts.max_regions = 349;
+  const auto problems = detail::check_registration(pool, facts);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].path, "registrations");
+  EXPECT_EQ(problems[0].value, "350");
+  EXPECT_EQ(problems[0].expected, "at most 349 that the device takes");
+  EXPECT_NE(problems[0].hint.find("max_region_bytes"), std::string::npos);
+  EXPECT_EQ(detail::pieces_of(5, 2), 3u);
+  EXPECT_EQ(detail::pieces_of(4, 2), 2u);
+  EXPECT_EQ(detail::pieces_of(5, 0), 1u);
+  EXPECT_EQ(detail::pieces_of(std::numeric_limits<std::uint64_t>::max(), 2),
+            std::uint64_t{1} << 63);
+}
+
+TEST(Registration, PiecesCoverARegionAndNoPartOfASegmentCrossesThem) {
+  std::array<std::byte, 4096> memory;
+  const Region region{memory.data(), 1000, 3};
+  EXPECT_EQ(detail::cut_region(region, 0), std::vector<Region>{region});
+  EXPECT_EQ(detail::cut_region(region, 1000), std::vector<Region>{region});
+  EXPECT_EQ(detail::cut_region(region, 400), (std::vector<Region>{{memory.data(), 400, 3},
+                                                                  {memory.data() + 400, 400, 3},
+                                                                  {memory.data() + 800, 200, 3}}));
+  for (std::uint64_t most = 1; most <= 48; ++most) {
+    for (std::uint64_t offset = 0; offset < 60; ++offset) {
+      for (std::uint64_t length = 1; length <= 60; length += 7) {
+        std::vector<Segment> parts;
+        detail::append_cut(region, most, {memory.data() + offset, length}, parts);
+        std::uint64_t at = offset;
+        for (const Segment& part : parts) {
+          ASSERT_EQ(part.base, memory.data() + at) << "in order, without a gap";
+          ASSERT_GT(part.length, 0u);
+          ASSERT_EQ(at / most, (at + part.length - 1) / most) << "in one piece";
+          at += part.length;
+        }
+        ASSERT_EQ(at, offset + length);
+        ASSERT_EQ(parts.size(), (offset + length - 1) / most - offset / most + 1)
+            << "no more parts";
+      }
+    }
+  }
+  std::vector<Segment> whole;
+  detail::append_cut(region, 0, {memory.data() + 1, 999}, whole);
+  EXPECT_EQ(whole, (std::vector<Segment>{{memory.data() + 1, 999}}));
 }
 
 TEST(Preflight, UnreachableMasterIsNamed) {

@@ -63,6 +63,41 @@ TEST_F(Mooncake, RoundTripOfOddSizes) {
   EXPECT_EQ(store.counters().replacements, 0u);
 }
 
+TEST_F(Mooncake, RegionsThatAreRegisteredInPiecesMoveTheSameBytes) {
+  // R67: objects lie across the borders of the pieces, one of them across two.
+  MooncakeMaster master(site_packages_);
+  MooncakeOptions wanted = options(master);
+  wanted.max_region_bytes = 1 << 20;
+  BlockingStore store(mooncake_client_factory(wanted));
+  const Memory memory((8 << 20) + 12345);
+  store.add_region(memory.region());
+  Operations run(store);
+  constexpr std::size_t kMiB = 1 << 20;
+  memory.fill(0, 4 * kMiB, 21);
+  const std::size_t from = 4 * kMiB + 777;
+  const std::vector<Item> sources = {{"inside", {{memory.at(100), 5000}}},
+                                     {"across", {{memory.at(kMiB - 17), 40}, {memory.at(0), 1}}},
+                                     {"three", {{memory.at(kMiB + 5), 2 * kMiB}}}};
+  const std::vector<Item> targets = {
+      {"inside", {{memory.at(from), 5000}}},
+      {"across", {{memory.at(5 * kMiB - 20), 40}, {memory.at(from + 6000), 1}}},
+      {"three", {{memory.at(5 * kMiB + 999), 2 * kMiB}}}};
+  EXPECT_EQ(run.put(sources), S(3, ItemStatus::kOk));
+  EXPECT_EQ(run.get(targets), S(3, ItemStatus::kOk));
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    for (std::size_t s = 0; s < sources[i].segments.size(); ++s) {
+      EXPECT_EQ(std::memcmp(sources[i].segments[s].base, targets[i].segments[s].base,
+                            sources[i].segments[s].length),
+                0)
+          << sources[i].key;
+    }
+  }
+  EXPECT_EQ(store.counters().replacements, 0u);
+  store.remove_region(memory.region());
+  store.add_region(memory.region());
+  EXPECT_EQ(run.get(targets), S(3, ItemStatus::kOk)) << "every piece was given back";
+}
+
 TEST_F(Mooncake, ManySlicesAreCutAndSucceed) {
   MooncakeMaster master(site_packages_);
   BlockingStore store(mooncake_client_factory(options(master)));

@@ -23,6 +23,7 @@
 #include "mooncake_status.h"
 #include "preflight.h"
 #include "region_table.h"
+#include "registration.h"
 
 namespace kvprism {
 namespace {
@@ -33,6 +34,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::string_view kSubject = "Mooncake client";
 constexpr std::int64_t kMinSegment = 16 << 20;
 constexpr std::uint32_t kMaxSlices = 1024;
+constexpr std::uint64_t kMinRegion = 1 << 20;
 // Results are int: an object of 2 GiB or more could not be told from an error.
 constexpr std::uint64_t kMaxObject = INT_MAX;
 constexpr std::array<std::string_view, 2> kProtocols = {"tcp", "rdma"};
@@ -139,6 +141,8 @@ class MooncakeClient final : public BlockingClient {
         connect_timeout_(options.connect_timeout),
         max_slices_(options.max_slices_per_call),
         max_bytes_(options.max_bytes_per_call),
+        max_region_bytes_(options.max_region_bytes),
+        devices_(rdma_devices(options)),
         protocol_(options.protocol),
         pid_(::getpid()) {
     const KeepSignalMask keep;
@@ -262,26 +266,14 @@ class MooncakeClient final : public BlockingClient {
           break;
       }
     }
-    int code = mooncake::kInternalError;
-    std::string thrown;
-    try {
-      code = native_functions_.register_buffer(native_.get(), region.base, region.length);
-    } catch (const std::exception& error) {
-      thrown = error.what();
-    } catch (...) {
-      thrown = "unknown exception";
-    }
-    if (code != 0) {
-      std::string hint;
-      if (protocol_ == "rdma") {
-        const detail::MemoryLock lock = detail::read_memory_lock();
-        const auto problems = detail::check_memory_lock(lock.limit, region.length, lock.privileged);
-        if (!problems.empty()) hint = problems[0].hint;
-      }
-      refuse(ErrorCode::kUnavailable,
-             "0 from Mooncake's register_buffer, not " +
-                 (thrown.empty() ? detail::mooncake_code_text(code) : thrown),
-             std::move(hint));
+    const std::vector<Region> pieces = detail::cut_region(region, max_region_bytes_);
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      const std::string why = register_piece(pieces[i]);
+      if (why.empty()) continue;
+      // All or nothing (R59).
+      while (i-- > 0) unregister_piece(pieces[i]);
+      refuse(ErrorCode::kUnavailable, "0 from Mooncake's register_buffer, not " + why,
+             registration_hint(region));
     }
     const std::unique_lock lock(regions_mutex_);
     regions_.insert(region);
@@ -293,12 +285,8 @@ class MooncakeClient final : public BlockingClient {
       const std::unique_lock lock(regions_mutex_);
       if (!regions_.erase(region)) return;
     }
-    const int code = guarded("unregister_buffer", [&] {
-      return native_functions_.unregister_buffer(native_.get(), region.base);
-    });
-    if (code != 0) {
-      log(LogLevel::kWarning, "Mooncake did not unregister " + describe(region) + ": " +
-                                  detail::mooncake_code_text(code));
+    for (const Region& piece : detail::cut_region(region, max_region_bytes_)) {
+      unregister_piece(piece);
     }
   }
 
@@ -317,6 +305,51 @@ class MooncakeClient final : public BlockingClient {
   }
 
  private:
+  // Why it failed; empty: it did not.
+  std::string register_piece(const Region& piece) {
+    try {
+      const int code = native_functions_.register_buffer(native_.get(), piece.base, piece.length);
+      return code == 0 ? std::string() : detail::mooncake_code_text(code);
+    } catch (const std::exception& error) {
+      return error.what();
+    } catch (...) {
+      return "unknown exception";
+    }
+  }
+
+  void unregister_piece(const Region& piece) noexcept {
+    const int code = guarded("unregister_buffer", [&] {
+      return native_functions_.unregister_buffer(native_.get(), piece.base);
+    });
+    if (code != 0) {
+      log(LogLevel::kWarning, "Mooncake did not unregister " + describe(piece) + ": " +
+                                  detail::mooncake_code_text(code));
+    }
+  }
+
+  // What may have kept a device from taking a region beside those it has.
+  std::string registration_hint(const Region& region) {
+    if (protocol_ != "rdma") return {};
+    std::vector<std::uint64_t> lengths{region.length};
+    {
+      const std::shared_lock lock(regions_mutex_);
+      for (const Region& other : regions_.regions()) lengths.push_back(other.length);
+    }
+    const detail::MemoryLock lock = detail::read_memory_lock();
+    const auto problems = detail::check_registration(
+        lengths, {lock.limit, lock.privileged, devices_, max_region_bytes_, 0});
+    if (!problems.empty()) return problems[0].hint;
+    return "is the region longer than the device takes? see max_region_bytes";
+  }
+
+  static std::uint32_t rdma_devices(const MooncakeOptions& options) {
+    if (options.protocol != "rdma") return 1;
+    const std::size_t count = options.rdma_devices.empty()
+                                  ? detail::list_rdma_devices(options.rdma_device_folder).size()
+                                  : options.rdma_devices.size();
+    return static_cast<std::uint32_t>(std::max<std::size_t>(1, count));
+  }
+
   static std::string describe(const Region& region) {
     std::array<char, 64> text;
     std::snprintf(text.data(), text.size(), "%p, %zu bytes, device %d",
@@ -366,18 +399,21 @@ class MooncakeClient final : public BlockingClient {
     return end;
   }
 
-  ItemStatus check(const std::string& key, std::span<const Segment> segments,
-                   std::uint64_t& bytes) const {
-    if (key.empty() || segments.empty() || segments.size() > max_slices_) {
-      return ItemStatus::kInvalid;
-    }
+  // Fills `cut` with what is moved of a good item: no part crosses from one registration into
+  // another.
+  ItemStatus check(const std::string& key, std::span<const Segment> segments, std::uint64_t& bytes,
+                   std::vector<Segment>& cut) const {
+    cut.clear();
+    if (key.empty() || segments.empty()) return ItemStatus::kInvalid;
     bytes = 0;
     for (const Segment& segment : segments) {
-      if (segment.length == 0 || !regions_.covers(segment)) return ItemStatus::kInvalid;
+      const Region* const region = segment.length == 0 ? nullptr : regions_.find(segment);
+      if (region == nullptr) return ItemStatus::kInvalid;
       bytes += segment.length;
       if (bytes > kMaxObject) return ItemStatus::kInvalid;
+      detail::append_cut(*region, max_region_bytes_, segment, cut);
     }
-    return ItemStatus::kOk;
+    return cut.size() > max_slices_ ? ItemStatus::kInvalid : ItemStatus::kOk;
   }
 
   CallEnd transfer(MooncakeCall call, const ObjectBatch& batch,
@@ -386,6 +422,7 @@ class MooncakeClient final : public BlockingClient {
     if (refuse_all(batch, results)) return end;
     return contained("transfer", results, end, [&] {
       thread_local Arguments arguments;
+      thread_local std::vector<Segment> cut;
       arguments.clear();
       std::size_t slices = 0;
       std::uint32_t begin = 0;
@@ -398,10 +435,10 @@ class MooncakeClient final : public BlockingClient {
         std::uint64_t bytes = 0;
         {
           const std::shared_lock lock(regions_mutex_);
-          results[i] = {check(batch.keys[i], segments, bytes), 0};
+          results[i] = {check(batch.keys[i], segments, bytes, cut), 0};
         }
         if (results[i].status != ItemStatus::kOk) continue;
-        if (slices + segments.size() > max_slices_) {
+        if (slices + cut.size() > max_slices_) {
           call_native(call, arguments, results, end);
           arguments.clear();
           slices = 0;
@@ -411,8 +448,8 @@ class MooncakeClient final : public BlockingClient {
           results[i] = {ItemStatus::kUnavailable, 0};
           continue;
         }
-        arguments.append(batch.keys[i], segments, i, bytes);
-        slices += segments.size();
+        arguments.append(batch.keys[i], cut, i, bytes);
+        slices += cut.size();
       }
       if (slices != 0) call_native(call, arguments, results, end);
     });
@@ -494,6 +531,8 @@ class MooncakeClient final : public BlockingClient {
   const Duration connect_timeout_;
   const std::uint32_t max_slices_;
   const std::uint64_t max_bytes_;
+  const std::uint64_t max_region_bytes_;
+  const std::uint32_t devices_;
   const std::string protocol_;
   const pid_t pid_;
   std::shared_ptr<mooncake::NativeClient> native_;
@@ -518,10 +557,12 @@ void check_rdma(const MooncakeOptions& options) {
                                              detail::list_rdma_devices(options.rdma_device_folder),
                                              options.rdma_device_folder));
   const detail::MemoryLock lock = detail::read_memory_lock();
-  problems.append(detail::check_memory_lock(
-      lock.limit,
-      static_cast<std::uint64_t>(options.global_segment_size + options.local_buffer_size),
-      lock.privileged));
+  const std::array<std::uint64_t, 2> lengths{
+      static_cast<std::uint64_t>(options.global_segment_size),
+      static_cast<std::uint64_t>(options.local_buffer_size)};
+  problems.append(detail::check_registration(
+      lengths, {lock.limit, lock.privileged,
+                static_cast<std::uint32_t>(options.rdma_devices.size()), 0, 0}));
   // Mooncake obeys this variable before the protocol it was given.
   if (const char* forced = std::getenv("MC_FORCE_TCP")) {
     problems.add("environment.MC_FORCE_TCP", forced, "unset with protocol rdma",
@@ -627,6 +668,10 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
   if (options.max_slices_per_call < 1 || options.max_slices_per_call > kMaxSlices) {
     problems.add("max_slices_per_call", std::to_string(options.max_slices_per_call),
                  "between 1 and 1024", "more of them clog Mooncake's TCP queue for a minute");
+  }
+  if (options.max_region_bytes != 0 && options.max_region_bytes < kMinRegion) {
+    problems.add("max_region_bytes", std::to_string(options.max_region_bytes),
+                 "0 or at least 1048576 bytes");
   }
   if (options.connect_timeout.ns <= 0) {
     problems.add("connect_timeout", std::to_string(options.connect_timeout.ns),

@@ -133,15 +133,6 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
   return problems;
 }
 
-std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed, bool privileged) {
-  if (privileged || needed <= limit) return {};
-  return {
-      {"memory lock limit", std::to_string(limit) + " bytes",
-       "at least " + std::to_string(needed) + " bytes, which RDMA must lock",
-       "raise it with `ulimit -l unlimited`; in a container start it with `--ulimit memlock=-1` "
-       "or the capability IPC_LOCK"}};
-}
-
 MemoryLock read_memory_lock() noexcept {
   MemoryLock result;
   rlimit limit{};

@@ -24,9 +24,6 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
                                         const std::vector<std::string>& present,
                                         const std::string& folder);
 
-// What is wrong with locking `needed` bytes under a soft limit of `limit` bytes (R67). Pure.
-std::vector<Problem> check_memory_lock(std::uint64_t limit, std::uint64_t needed, bool privileged);
-
 struct MemoryLock {
   std::uint64_t limit = 0;  // bytes; the largest value means unlimited
   bool privileged = false;  // the process may lock memory beyond the limit

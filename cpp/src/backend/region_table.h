@@ -34,14 +34,16 @@ class RegionTable {
     return true;
   }
 
-  // True when the whole segment lies in one region.
-  bool covers(const Segment& segment) const noexcept {
+  // The region in which the whole segment lies; null when there is none.
+  const Region* find(const Segment& segment) const noexcept {
     const auto at = after(segment.base);
-    if (at == regions_.begin()) return false;
+    if (at == regions_.begin()) return nullptr;
     const Region& region = *(at - 1);
     const std::uintptr_t offset = address(segment.base) - address(region.base);
-    return offset <= region.length && segment.length <= region.length - offset;
+    if (offset > region.length || segment.length > region.length - offset) return nullptr;
+    return &region;
   }
+  bool covers(const Segment& segment) const noexcept { return find(segment) != nullptr; }
 
   const std::vector<Region>& regions() const noexcept { return regions_; }
 

@@ -1,0 +1,42 @@
+// How memory is registered with devices that take only so much at once (R67). Pure functions over
+// recorded facts.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "kvprism/base/error.h"
+#include "kvprism/layout/segment.h"
+
+namespace kvprism::detail {
+
+// What the process and its devices allow.
+struct RegistrationFacts {
+  std::uint64_t lock_limit = std::numeric_limits<std::uint64_t>::max();  // bytes, RLIMIT_MEMLOCK
+  bool privileged = false;                                               // exempt from it
+  std::uint32_t devices = 1;           // each locks a registered page of its own account
+  std::uint64_t max_region_bytes = 0;  // of one registration; 0: no limit
+  std::uint64_t max_regions = 0;       // of a device; 0: no limit
+};
+
+// Registrations that a region of so many bytes becomes.
+constexpr std::uint64_t pieces_of(std::uint64_t bytes, std::uint64_t max_region_bytes) noexcept {
+  if (max_region_bytes == 0) return 1;
+  return bytes / max_region_bytes + (bytes % max_region_bytes != 0 ? 1 : 0);
+}
+
+// What is wrong with registering regions of these lengths, all together.
+std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,
+                                        const RegistrationFacts& facts);
+
+// The registrations of a region, in order; none is longer than `max_region_bytes` (0: one).
+std::vector<Region> cut_region(const Region& region, std::uint64_t max_region_bytes);
+
+// Appends `segment`, which lies in `region`, so that no part crosses from one registration into the
+// next.
+void append_cut(const Region& region, std::uint64_t max_region_bytes, const Segment& segment,
+                std::vector<Segment>& out);
+
+}  // namespace kvprism::detail
