@@ -11,7 +11,7 @@ from kvprism.local_mooncake import LocalMooncake
 from store_helpers import BLOCK, Rank, hashes
 
 # Far beyond what anything here takes.
-BOUND = 90.0
+BOUND = 300.0
 SOURCES, TARGETS = [3, 1, 7], [5, 6, 2]
 
 

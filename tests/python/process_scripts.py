@@ -6,8 +6,12 @@ import os
 import signal
 import sys
 
+import configs
 import kvprism
-from mooncake_helpers import SOURCES, Engine, hashes, prompt
+import numpy as np
+import numpy.typing as npt
+from kvprism import sim
+from mooncake_helpers import BOUND, SOURCES, Engine, hashes, prompt
 
 
 class Elsewhere:
@@ -15,6 +19,71 @@ class Elsewhere:
 
     def __init__(self, master: str) -> None:
         self.master = master
+
+
+class SimulatedEngine:
+    """A whole engine with a hybrid cache on a Mooncake, which knows what every byte must be."""
+
+    def __init__(self, master: str) -> None:
+        window = configs.attention(
+            kind="sliding_window", layers=["w0", "w1"], block_size=64, sliding_window=128
+        )
+        full = configs.attention(layers=["f0", "f1"], block_size=64)
+        groups = kvprism.Projection(
+            kvprism.CacheConfig.from_dict(
+                configs.config(full, configs.ring(), window, num_blocks=200)
+            )
+        )
+        schema = kvprism.KeySchema.kvprism(
+            groups, model="terminated", hash_algorithm="simulated", hash_is_stable=True
+        )
+        self.store = kvprism.mooncake_store(master=master)
+        memory = sim.SimMemory(groups, shadow=True)
+        # What is hit is loaded, and what was stored is saved again: a put tells which is there.
+        self.engine = sim.Engine(
+            kvprism.StoreScheduler(
+                schema, self.store, saved_fresh_for_seconds=0.001, backoff_after=10_000
+            ),
+            kvprism.StoreWorker(schema, memory.segment_map(), self.store),
+            memory,
+            local_cache=False,
+        )
+        self.requests = 0
+
+    def submit(self, prompts: list[npt.NDArray[np.uint32]]) -> None:
+        for tokens in prompts:
+            self.requests += 1
+            self.engine.submit(self.requests, tokens, 2)
+
+    def serve(self, prompts: list[npt.NDArray[np.uint32]]) -> int:
+        """Serves prompts to their end; how many of their tokens came from the store."""
+        self.submit(prompts)
+        assert self.engine.run_until_idle(BOUND), self.engine.describe()
+        return sum(request.external_hit_tokens for request in self.engine.take_finished())
+
+
+def simulated_prompts() -> list[npt.NDArray[np.uint32]]:
+    """Four, each of nine blocks and a rest that is left to compute."""
+    random = np.random.default_rng(11)
+    return [random.integers(1 << 16, size=9 * 64 + 17, dtype=np.uint32) for _ in range(4)]
+
+
+def serve(master: str) -> None:
+    """Serves until it is terminated, which begins when its saves are in flight."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    served = SimulatedEngine(master)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    served.submit(simulated_prompts())
+    told = False
+    try:
+        while True:
+            served.engine.run_until_idle(0.01)
+            if not told and served.store.counters()["put_calls"]:
+                told = True
+                print("saving", flush=True)
+    finally:
+        print("unquiet" if served.engine.close(3.0) else "quiet", flush=True)
 
 
 def store_and_load(master: str, number: str) -> None:
@@ -71,6 +140,6 @@ def signals(master: str) -> None:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (store_and_load, save_and_hang, leave, signals)}[sys.argv[1]](
+    {f.__name__: f for f in (serve, store_and_load, save_and_hang, leave, signals)}[sys.argv[1]](
         *sys.argv[2:]
     )

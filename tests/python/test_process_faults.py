@@ -2,79 +2,56 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import kvprism
 import pytest
+from children import Children
 from kvprism.local_mooncake import LocalMooncake
 from mooncake_helpers import TARGETS, Engine, prompt
+from process_scripts import SimulatedEngine, simulated_prompts
 
 pytestmark = pytest.mark.mooncake
 
-SCRIPTS = Path(__file__).parent / "process_scripts.py"
 INSTANCES = 16
 EXITS = 2  # of each kind; `make soak` has a hundred
 
 
-def start(name: str, mooncake: LocalMooncake, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPTS), name, mooncake.master, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """Whatever becomes of the test, its processes end."""
+    owned = Children()
+    try:
+        yield owned
+    finally:
+        owned.end()
 
 
-def says(process: subprocess.Popen[str], word: str) -> None:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if line != word:
-        process.kill()
-        raise AssertionError(f"{line!r}: {process.communicate()[1]}")
-
-
-def go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def ends_well(process: subprocess.Popen[str]) -> str:
-    out, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    assert "terminate" not in errors
-    return out
-
-
-def test_many_instances_on_one_host() -> None:
+def test_many_instances_on_one_host(children: Children) -> None:
     """All make their clients at once (R70) and then work at once."""
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
-        processes = [start("store_and_load", mooncake, str(i)) for i in range(INSTANCES)]
-        for process in processes:
-            says(process, "ready")
-        for process in processes:
-            go_on(process)
-        assert [ends_well(process) for process in processes] == ["right\n"] * INSTANCES
+        instances = [children.start("store_and_load", mooncake, str(i)) for i in range(INSTANCES)]
+        for instance in instances:
+            instance.says("ready")
+        for instance in instances:
+            instance.go_on()
+        assert [instance.ends_well() for instance in instances] == ["right"] * INSTANCES
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_save() -> None:
+def test_a_worker_that_is_killed_in_the_middle_of_a_save(children: Children) -> None:
     """What it began is a miss, and the next writer stores it (R46)."""
     flags = {"put_start_discard_timeout_sec": 1, "put_start_release_timeout_sec": 2}
     with LocalMooncake(storage_bytes=64 << 20, master_flags=flags) as mooncake:
-        process = start("save_and_hang", mooncake, "7")
-        says(process, "ready")
+        worker = children.start("save_and_hang", mooncake, "7")
+        worker.says("ready")
         mooncake.pause_storage()
-        go_on(process)
-        says(process, "saving")
-        process.kill()
-        process.communicate()
+        worker.go_on()
+        worker.says("saving")
+        worker.end()
         mooncake.resume_storage()
         engine = Engine(mooncake, scheduler={"saved_fresh_for_seconds": 0.001})
         assert engine.loaded(prompt(7)) is None
@@ -136,16 +113,47 @@ def test_storage_that_stops_and_goes_on() -> None:
         engine.close()
 
 
-def test_the_interpreter_ends_with_and_without_close() -> None:
+def test_the_interpreter_ends_with_and_without_close(children: Children) -> None:
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
-        processes = [start("leave", mooncake, how) for how in ("close", "open") * EXITS]
+        processes = [children.start("leave", mooncake, how) for how in ("close", "open") * EXITS]
         for process in processes:
-            ends_well(process)
+            process.ends_well()
 
 
-def test_signals_are_the_process_own() -> None:
+def test_signals_are_the_process_own(children: Children) -> None:
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
-        assert ends_well(start("signals", mooncake)) == "right\n"
+        assert children.start("signals", mooncake).ends_well() == "right"
+
+
+def test_an_engine_that_is_terminated_with_saves_in_flight(children: Children) -> None:
+    """It ends within its bound, and its successor loads only what is right (bytes compared)."""
+    flags = {"put_start_discard_timeout_sec": 1, "put_start_release_timeout_sec": 2}
+    with LocalMooncake(storage_bytes=256 << 20, master_flags=flags) as mooncake:
+        engine = children.start("serve", mooncake)
+        engine.says("ready")
+        mooncake.pause_storage()
+        engine.go_on()
+        engine.says("saving")
+        engine.process.send_signal(signal.SIGTERM)
+        # Its close may take 3 s, while the storage process says nothing.
+        assert engine.line() == "unquiet"
+        engine.ends_well(60.0)
+        mooncake.resume_storage()
+
+        successor = SimulatedEngine(mooncake.master)
+        prompts = simulated_prompts()
+        tokens = 0
+        rounds = 0
+        # What was half-written is a miss until the master lets go of it; then it is stored anew.
+        while tokens < sum(len(prompt) // 64 * 64 for prompt in prompts):
+            assert rounds < 200, successor.engine.stats()
+            tokens = successor.serve(prompts)
+            rounds += 1
+        assert successor.engine.check() == ""
+        compared, wrong = successor.engine.verify_all()
+        assert compared > 0
+        assert wrong == 0
+        assert successor.engine.close(10.0) == 0
 
 
 @contextmanager
