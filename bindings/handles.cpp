@@ -78,10 +78,15 @@ ExclusiveUse::ExclusiveUse(std::atomic<bool>& in_use, const char* subject) : in_
 BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                std::shared_ptr<StoreHandle> store,
                                const StoreSchedulerOptions& wanted, std::uint32_t width,
+                               const std::string& flight_record_path,
                                const std::optional<std::string>& record_to, bool checked)
     : hash_width(width), handle_(store), index_(store->take_index()) {
   try {
     StoreSchedulerOptions options = wanted;
+    if (!flight_record_path.empty()) {
+      flight_ = std::make_unique<FlightFile>(flight_record_path);
+      options.flight = flight_->sink();
+    }
     if (record_to) {
       // What is refused leaves no file behind.
       StoreScheduler::check(*schema, options);

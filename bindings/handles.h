@@ -16,6 +16,7 @@
 #include "converters.h"
 #include "gil_free.h"
 #include "kvprism/backend/fault_injection.h"
+#include "kvprism/backend/flight_file.h"
 #include "kvprism/backend/pump_thread.h"
 #include "kvprism/backend/run_file.h"
 #include "kvprism/checked/checked_scheduler.h"
@@ -79,6 +80,7 @@ class BoundScheduler {
  public:
   BoundScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<StoreHandle> store,
                  const StoreSchedulerOptions& options, std::uint32_t hash_width,
+                 const std::string& flight_record_path,
                  const std::optional<std::string>& record_to, bool checked);
 
   // Throws Error (kClosed).
@@ -97,7 +99,8 @@ class BoundScheduler {
  private:
   std::shared_ptr<StoreHandle> handle_;
   std::shared_ptr<ObjectIndex> index_;
-  std::unique_ptr<RunFile> recording_;  // outlives the scheduler
+  std::unique_ptr<FlightFile> flight_;  // outlives the scheduler, as the next does
+  std::unique_ptr<RunFile> recording_;
   std::shared_ptr<StoreScheduler> scheduler_;
   CheckedScheduler* checked_ = nullptr;
   std::atomic<bool> closed_{false};
@@ -126,6 +129,7 @@ class BoundWorker {
   std::vector<std::byte> poll();
   std::vector<std::byte> wait(Duration longest);
   StoreWorkerCounters counters() const { return worker_->counters(); }
+  std::vector<StoreGroupCounters> group_counters() const { return worker_->group_counters(); }
   CloseReport close(Duration budget);
 
   // The caller submits and polls from now on, and closes with close_adopted(); the thread runs.

@@ -220,7 +220,7 @@ flat bytes. Both are copied before the call returns.)")
              const Whole<std::uint32_t>& backoff_after, double backoff_seconds,
              double saved_fresh_for_seconds, double avoid_failed_for_seconds,
              double purge_settle_seconds, const Whole<std::uint32_t>& max_held_percent,
-             std::string flight_record_path, const std::optional<std::string>& record_to,
+             const std::string& flight_record_path, const std::optional<std::string>& record_to,
              const Whole<std::uint32_t>& hash_width, bool tell_changes, bool checked) {
             ProblemList problems;
             const auto seconds = [&](double value, const char* path) {
@@ -246,12 +246,11 @@ flat bytes. Both are copied before the call returns.)")
             options.avoid_failed_for =
                 seconds(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             options.purge_settle = seconds(purge_settle_seconds, "purge_settle_seconds");
-            options.flight_record_path = std::move(flight_record_path);
             const std::uint32_t width = checked_width(hash_width, problems);
             if (!problems.empty()) add_problems_of(*schema, options, problems);
             problems.throw_if_any(ErrorCode::kInvalidConfig, kScheduler);
             new (self) BoundScheduler(std::move(schema), std::move(store), options, width,
-                                      record_to, checked);
+                                      flight_record_path, record_to, checked);
           },
           "schema"_a, "store"_a, nb::kw_only(), "epoch"_a = nb::none(), "loads"_a = true,
           "saves"_a = true, "lookup_timeout_seconds"_a = 0.5, "lookup_fresh_for_seconds"_a = 5.0,

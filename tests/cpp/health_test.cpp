@@ -5,10 +5,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 
+#include "kvprism/backend/flight_file.h"
 #include "kvprism/base/log.h"
 #include "store_fixtures.h"
 
@@ -29,9 +32,11 @@ class HealthTest : public ::testing::Test {
   HealthTest() {
     set_log_sink(
         [](void* to, LogLevel, std::string_view line) {
-          static_cast<std::vector<std::string>*>(to)->emplace_back(line);
+          auto& test = *static_cast<HealthTest*>(to);
+          const std::lock_guard lock(test.lines_mutex);  // flight records are told by their thread
+          test.lines.emplace_back(line);
         },
-        &lines, LogLevel::kInfo);
+        this, LogLevel::kInfo);
   }
   ~HealthTest() override { set_log_sink(nullptr, nullptr, LogLevel::kOff); }
 
@@ -51,6 +56,16 @@ class HealthTest : public ::testing::Test {
   void step(Duration later = {}) {
     now = now + later;
     scheduler->end_step(now);
+    if (file) {
+      ASSERT_TRUE(file->flush(seconds(60)));
+    }
+  }
+  void build_with_file(const std::filesystem::path& path) {
+    file = std::make_unique<FlightFile>(path.string());
+    StoreSchedulerOptions options;
+    options.flight = file->sink();
+    options.quarantine_after = seconds(1);
+    build(options);
   }
   // 32 tokens of another prompt each time.
   JobId save(std::uint8_t salt, RequestId id = kRequest) {
@@ -72,7 +87,9 @@ class HealthTest : public ::testing::Test {
     scheduler->report(told, now);
   }
 
+  std::mutex lines_mutex;
   std::vector<std::string> lines;
+  std::unique_ptr<FlightFile> file;
   std::shared_ptr<ScriptedStore> store = std::make_shared<ScriptedStore>();
   std::shared_ptr<const KeySchema> schema;
   std::unique_ptr<StoreScheduler> scheduler;
@@ -156,16 +173,13 @@ TEST_F(HealthTest, ASilentRankIsAnIncidentWithTheLastEvents) {
 TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
   const std::filesystem::path path =
       std::filesystem::temp_directory_path() / ("kvprism-flight-" + std::to_string(::getpid()));
-  StoreSchedulerOptions options;
-  options.flight_record_path = path.string();
-  options.quarantine_after = seconds(1);
-  build(options);
+  build_with_file(path);
   const JobId job = save(1);
   report(job, JobOutcome::kOk, false);
   step(seconds(1));
-  EXPECT_THAT(
-      lines,
-      ElementsAre(HasSubstr("blocks went to quarantine: the flight record is in " + path.string()),
+  EXPECT_THAT(lines,
+              ::testing::UnorderedElementsAre(
+                  HasSubstr("blocks went to quarantine: the flight record is in " + path.string()),
                   HasSubstr("is not quiet after"), HasSubstr("the store is degraded")));
   const auto content = [&] {
     std::ifstream file(path);
@@ -192,10 +206,7 @@ TEST_F(HealthTest, ARecordFollowsThoseBeforeItUpToABound) {
   const std::filesystem::path path =
       std::filesystem::temp_directory_path() / ("kvprism-flights-" + std::to_string(::getpid()));
   std::ofstream(path) << "of a run before\n";
-  StoreSchedulerOptions options;
-  options.flight_record_path = path.string();
-  options.quarantine_after = seconds(1);
-  build(options);
+  build_with_file(path);
   const auto incident = [&](std::uint8_t salt) {
     lines.clear();
     report(save(salt, RequestId{salt}), JobOutcome::kOk, false);
@@ -225,10 +236,7 @@ TEST_F(HealthTest, WhatIsNoFileDoesNotHoldUpAStep) {
   const std::filesystem::path path =
       std::filesystem::temp_directory_path() / ("kvprism-fifo-" + std::to_string(::getpid()));
   ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
-  StoreSchedulerOptions options;
-  options.flight_record_path = path.string();
-  options.quarantine_after = seconds(1);
-  build(options);
+  build_with_file(path);
   report(save(1), JobOutcome::kOk, false);
   step(seconds(1));
   EXPECT_THAT(lines, ::testing::Contains(HasSubstr("could not be written to " + path.string() +
@@ -239,6 +247,63 @@ TEST_F(HealthTest, WhatIsNoFileDoesNotHoldUpAStep) {
   step(seconds(61));
   EXPECT_THAT(lines, ::testing::Contains(HasSubstr("it is no regular file")));
   ::close(reader);
+  std::filesystem::remove(path);
+}
+
+TEST_F(HealthTest, AStepDoesNotWaitForTheFile) {
+  // A log that hangs holds up the thread that writes; records beyond the next one are dropped.
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-slow-" + std::to_string(::getpid()));
+  struct Gate {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool inside = false;
+    bool open = false;
+    std::vector<std::string> lines;
+  } gate;
+  set_log_sink(
+      [](void* to, LogLevel, std::string_view line) {
+        auto& at = *static_cast<Gate*>(to);
+        std::unique_lock lock(at.mutex);
+        at.lines.emplace_back(line);
+        if (line.find("the flight record is in") == std::string_view::npos) return;
+        at.inside = true;
+        at.changed.notify_all();
+        at.changed.wait(lock, [&] { return at.open; });
+      },
+      &gate, LogLevel::kInfo);
+  FlightFile slow(path.string());
+  StoreSchedulerOptions options;
+  options.flight = slow.sink();
+  options.quarantine_after = seconds(1);
+  build(options);
+  const auto incident = [&](std::uint8_t salt) {
+    report(save(salt, RequestId{salt}), JobOutcome::kOk, false);
+    step(seconds(61));
+  };
+  incident(1);
+  {
+    std::unique_lock lock(gate.mutex);
+    gate.changed.wait(lock, [&] { return gate.inside; });
+  }
+  incident(2);  // kept
+  incident(3);  // dropped
+  EXPECT_EQ(scheduler->counters().incidents, 3u);
+  EXPECT_FALSE(slow.flush({}));
+  {
+    const std::lock_guard lock(gate.mutex);
+    EXPECT_THAT(gate.lines, ::testing::Contains("blocks went to quarantine: the flight record is "
+                                                "dropped, as " +
+                                                path.string() + " is still being written"));
+    gate.open = true;
+  }
+  gate.changed.notify_all();
+  EXPECT_TRUE(slow.flush(seconds(60)));
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(text.find("save 2 2 32"), std::string::npos);
+  EXPECT_EQ(text.find("save 3 3 32"), std::string::npos);
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
   std::filesystem::remove(path);
 }
 

@@ -1,12 +1,7 @@
 // What an operator sees of the scheduler: its health, and the flight record at an incident.
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <bit>
-#include <cerrno>
-#include <cstring>
 #include <string>
 
 #include "kvprism/base/log.h"
@@ -17,38 +12,11 @@ namespace {
 
 constexpr Duration kBetweenRecords = seconds(60);
 constexpr std::size_t kLinesInTheLog = 40;
-constexpr std::size_t kMostRecordBytes = 8 << 20;  // in the file, all records together
 
 // By the bit of HealthReason.
 constexpr std::array<std::string_view, 7> kReasons{
     "lookups fail",         "loads fail",         "saving is paused",  "a worker is silent",
     "blocks in quarantine", "jobs hold too much", "a purge is running"};
-
-// What prevented it; empty: nothing.
-std::string append(const std::string& path, const std::string& text) {
-  // Another kind of file could hold up a step for ever; a FIFO does so when it is opened.
-  const int file =
-      ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0600);
-  if (file < 0) return std::strerror(errno);
-  std::string problem;
-  struct stat found{};
-  if (::fstat(file, &found) != 0) {
-    problem = std::strerror(errno);
-  } else if (!S_ISREG(found.st_mode)) {
-    problem = "it is no regular file";
-  } else if (static_cast<std::size_t>(found.st_size) + text.size() > kMostRecordBytes) {
-    problem =
-        fmt::format("it has {} bytes, and at most {} are kept", found.st_size, kMostRecordBytes);
-  } else {
-    errno = 0;
-    const ssize_t written = ::write(file, text.data(), text.size());
-    if (written != static_cast<ssize_t>(text.size())) {
-      problem = errno != 0 ? std::strerror(errno) : "only a part of it has been written";
-    }
-  }
-  if (::close(file) != 0 && problem.empty()) problem = std::strerror(errno);
-  return problem;
-}
 
 }  // namespace
 
@@ -99,18 +67,12 @@ void StoreScheduler::Impl::incident(std::string_view what, Instant now) {
   ++counters.incidents;
   if (now - recorded_at < kBetweenRecords) return;
   recorded_at = now;
-  if (options.flight_record_path.empty()) {
-    log(LogLevel::kWarning,
-        fmt::format("{}: the last events are\n{}", what, flight.text(kLinesInTheLog)));
+  if (options.flight.take != nullptr) {
+    options.flight.take(options.flight.context, options.epoch, what, flight);
     return;
   }
-  const std::string text = fmt::format("epoch {}: {}\n", options.epoch, what) + flight.text();
-  const std::string problem = append(options.flight_record_path, text);
   log(LogLevel::kWarning,
-      problem.empty()
-          ? fmt::format("{}: the flight record is in {}", what, options.flight_record_path)
-          : fmt::format("{}: the flight record could not be written to {}: {}", what,
-                        options.flight_record_path, problem));
+      fmt::format("{}: the last events are\n{}", what, flight.text(kLinesInTheLog)));
 }
 
 StoreHealth StoreScheduler::health() const noexcept { return impl_->health; }

@@ -84,6 +84,15 @@ struct RunSink {
   void* context = nullptr;
 };
 
+// Where the flight record goes at an incident: a quarantine, a silent rank or a mismatch, at most
+// once a minute. `take` is called in the step that learns of it, may copy the events, and must
+// neither wait nor call the scheduler; FlightFile writes them to a file.
+struct FlightSink {
+  void (*take)(void* context, std::uint64_t epoch, std::string_view what,
+               const FlightRecorder& events) = nullptr;
+  void* context = nullptr;
+};
+
 struct StoreSchedulerOptions {
   std::uint64_t epoch = 0;  // random, other than 0; travels in every plan and report
   std::uint32_t ranks =
@@ -113,12 +122,8 @@ struct StoreSchedulerOptions {
   Duration purge_settle = seconds(12);
   // A reason for being degraded is told for at least so long, so that health does not flicker.
   Duration healthy_after = seconds(5);
-  // The flight record goes to the end of this file at a quarantine, a silent rank or a mismatch, at
-  // most once a minute: a line with the epoch, then some 300 KB, written in the step that learns of
-  // it. Made with mode 0600; only a regular file is written to, and none beyond 8 MiB. Empty: its
-  // last lines go to the log.
-  std::string flight_record_path{};
-  RunSink record{};  // everything that decides; replay_run() repeats it
+  FlightSink flight{};  // none: the last lines go to the log
+  RunSink record{};     // everything that decides; replay_run() repeats it
 };
 
 // Block tables of one request, a row per group of the engine (all groups, R07). Entries may be the
