@@ -22,6 +22,13 @@ nb::object report_or_none(const std::vector<std::byte>& report) {
   return nb::bytes(report.data(), report.size());
 }
 
+nb::dict summary(const DurationHistogram& times) {
+  nb::dict out;
+  out["count"] = times.count;
+  out["sum_us"] = times.sum_us;
+  return out;
+}
+
 nb::dict to_dict(const StoreWorkerCounters& c) {
   nb::dict out;
   out["plans"] = c.plans;
@@ -35,6 +42,22 @@ nb::dict to_dict(const StoreWorkerCounters& c) {
   out["bytes_fetched"] = c.bytes_fetched;
   out["jobs_alive"] = c.jobs_alive;
   out["unquiet_calls"] = c.unquiet_calls;
+  out["bytes_in_flight"] = c.bytes_in_flight;
+  out["saves_held_up"] = c.saves_held_up;
+  return out;
+}
+
+nb::dict to_dict(const StoreGroupCounters& c) {
+  nb::dict out;
+  out["stored_objects"] = c.stored_objects;
+  out["stored_bytes"] = c.stored_bytes;
+  out["loaded_objects"] = c.loaded_objects;
+  out["loaded_bytes"] = c.loaded_bytes;
+  out["missed_objects"] = c.missed_objects;
+  out["missed_bytes"] = c.missed_bytes;
+  out["failed_objects"] = c.failed_objects;
+  out["get_time"] = summary(c.get_time);
+  out["put_time"] = summary(c.put_time);
   return out;
 }
 
@@ -54,7 +77,8 @@ or copy run without the GIL.)")
              const Whole<std::uint64_t>& max_bytes_per_call,
              const Whole<std::uint32_t>& max_gets_in_flight,
              const Whole<std::uint32_t>& max_puts_in_flight,
-             const Whole<std::uint32_t>& max_queued_jobs) {
+             const Whole<std::uint32_t>& max_queued_jobs,
+             const Whole<std::uint64_t>& max_bytes_in_flight) {
             ProblemList problems;
             StoreWorkerOptions options;
             options.rank = Rank{rank("rank", problems)};
@@ -64,12 +88,14 @@ or copy run without the GIL.)")
             options.max_gets_in_flight = max_gets_in_flight("max_gets_in_flight", problems);
             options.max_puts_in_flight = max_puts_in_flight("max_puts_in_flight", problems);
             options.max_queued_jobs = max_queued_jobs("max_queued_jobs", problems);
+            options.max_bytes_in_flight = max_bytes_in_flight("max_bytes_in_flight", problems);
             problems.throw_if_any(ErrorCode::kInvalidConfig, "store worker");
             new (self) BoundWorker(std::move(schema), segment_map, std::move(store), options);
           },
           "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0,
           "max_segments_per_call"_a = 512, "max_bytes_per_call"_a = 64u << 20,
           "max_gets_in_flight"_a = 4, "max_puts_in_flight"_a = 2, "max_queued_jobs"_a = 65536,
+          "max_bytes_in_flight"_a = std::uint64_t{1} << 30,
           R"(Takes the store side of `store` and registers the memory of `segment_map` with it.
 
 Args:
@@ -82,6 +108,7 @@ Args:
     max_gets_in_flight: Calls at a time.
     max_puts_in_flight: Calls at a time.
     max_queued_jobs: Jobs submitted and not yet seen by the thread.
+    max_bytes_in_flight: Bytes of calls that are not quiet beyond which saves wait, and loads do not; 0 for no limit.
 
 Raises:
     Error: An option is out of range, the configurations differ, or the memory cannot be registered.)")
@@ -152,6 +179,15 @@ Returns:
       .def(
           "counters", [](BoundWorker& w) { return to_dict(w.counters()); },
           nb::sig("def counters(self) -> dict[str, int]"), "Counters by name.")
+      .def(
+          "group_counters",
+          [](BoundWorker& w) {
+            nb::list out;
+            for (const StoreGroupCounters& group : w.group_counters()) out.append(to_dict(group));
+            return out;
+          },
+          nb::sig("def group_counters(self) -> list[dict[str, int | dict[str, int]]]"),
+          R"(What this rank has moved of each group's blocks, in the order of the configuration's groups.)")
       .def(
           "close",
           [](BoundWorker& w, double timeout_seconds) {

@@ -54,6 +54,7 @@ struct WorkerOptions {
     max_gets_in_flight: u32,
     max_puts_in_flight: u32,
     max_queued_jobs: u32,
+    max_bytes_in_flight: u64,
     pump_thread: bool,
 }
 

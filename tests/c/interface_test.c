@@ -282,6 +282,7 @@ static void null_handles(void) {
   REFUSED(kvprism_worker_pump(NULL, 0, &flag, NULL));
   REFUSED(kvprism_worker_close(NULL, 0, 0, &number, NULL));
   REFUSED(kvprism_worker_counters(NULL, &count, NULL, NULL));
+  REFUSED(kvprism_worker_group_counters(NULL, 0, &count, NULL, NULL));
   FAILS(kvprism_scheduler_lookup(NULL, 1, 17, NULL, 0, 0, NULL, NULL, &error),
         KVPRISM_INVALID_ARGUMENT,
         "kvprism_scheduler_lookup: 4 problems\n"

@@ -137,6 +137,10 @@ static void find_counter(void* context, const char* name, uint64_t value) {
     *(uint64_t*)context = value;
 }
 
+static void find_group_counter(void* context, const char* name, uint64_t value) {
+  if (strcmp(name, "loaded_bytes") == 0) *(uint64_t*)context = value;
+}
+
 static void purge(Engine* engine, const kvprism_memory_pool* pool) {
   const char* state = NULL;
   uint64_t removed = 0;
@@ -228,6 +232,12 @@ static void live(const char* master, bool pump_thread) {
   uint64_t fetched = 0;
   OK(kvprism_worker_counters(engine.worker, &find_counter, &fetched, &error));
   CHECK(fetched == 3 * kPage);
+  uint64_t of_group = 0;
+  OK(kvprism_worker_group_counters(engine.worker, 0, &find_group_counter, &of_group, &error));
+  CHECK(of_group == 3 * kPage);
+  FAILS(kvprism_worker_group_counters(engine.worker, 1, &find_group_counter, &of_group, &error),
+        KVPRISM_INVALID_ARGUMENT,
+        "kvprism_worker_group_counters: group = 1: expected below 1, the config's groups");
 
   const uint8_t narrow[8] = {0};
   const kvprism_hashes odd = {.data = narrow, .count = 1, .width = sizeof narrow};

@@ -411,7 +411,8 @@ typedef struct kvprism_worker_options {
   uint32_t max_gets_in_flight;
   uint32_t max_puts_in_flight;
   uint32_t max_queued_jobs;
-  bool pump_thread; /* false: the engine calls kvprism_worker_pump */
+  uint64_t max_bytes_in_flight; /* beyond them saves wait, and loads do not; 0: no limit */
+  bool pump_thread;             /* false: the engine calls kvprism_worker_pump */
 } kvprism_worker_options;
 
 typedef enum kvprism_ready_state {
@@ -459,6 +460,11 @@ KVPRISM_API kvprism_status kvprism_worker_close(kvprism_worker* worker, int64_t 
 KVPRISM_API kvprism_status kvprism_worker_counters(const kvprism_worker* worker,
                                                    kvprism_counter_visitor visitor, void* context,
                                                    kvprism_error** error);
+/* What this rank has moved of one of the engine's groups. */
+KVPRISM_API kvprism_status kvprism_worker_group_counters(const kvprism_worker* worker,
+                                                         uint32_t group,
+                                                         kvprism_counter_visitor visitor,
+                                                         void* context, kvprism_error** error);
 /* Without a close before it, calls that hang may still touch the memory. */
 KVPRISM_API void kvprism_worker_free(kvprism_worker* worker);
 

@@ -1,5 +1,8 @@
 // Counters of the C interface: every member of the C++ structs under its name, those of the ledger
 // behind "ledger.".
+#include <string>
+#include <vector>
+
 #include "c_api/guard.h"
 #include "c_api/handles.h"
 
@@ -94,5 +97,36 @@ kvprism_status kvprism_worker_counters(const kvprism_worker* worker,
     visitor(context, "bytes_fetched", c.bytes_fetched);
     visitor(context, "jobs_alive", c.jobs_alive);
     visitor(context, "unquiet_calls", c.unquiet_calls);
+    visitor(context, "bytes_in_flight", c.bytes_in_flight);
+    visitor(context, "saves_held_up", c.saves_held_up);
+  });
+}
+
+kvprism_status kvprism_worker_group_counters(const kvprism_worker* worker, uint32_t group,
+                                             kvprism_counter_visitor visitor, void* context,
+                                             kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_worker_group_counters");
+    arguments.need(worker, "worker");
+    arguments.need(reinterpret_cast<const void*>(visitor), "visitor");
+    arguments.check();
+    const std::vector<StoreGroupCounters> groups = worker->worker->group_counters();
+    if (group >= groups.size()) {
+      arguments.wrong("group", std::to_string(group),
+                      "below " + std::to_string(groups.size()) + ", the config's groups");
+    }
+    arguments.check();
+    const StoreGroupCounters& c = groups[group];
+    visitor(context, "stored_objects", c.stored_objects);
+    visitor(context, "stored_bytes", c.stored_bytes);
+    visitor(context, "loaded_objects", c.loaded_objects);
+    visitor(context, "loaded_bytes", c.loaded_bytes);
+    visitor(context, "missed_objects", c.missed_objects);
+    visitor(context, "missed_bytes", c.missed_bytes);
+    visitor(context, "failed_objects", c.failed_objects);
+    visitor(context, "get_time.count", c.get_time.count);
+    visitor(context, "get_time.sum_us", c.get_time.sum_us);
+    visitor(context, "put_time.count", c.put_time.count);
+    visitor(context, "put_time.sum_us", c.put_time.sum_us);
   });
 }

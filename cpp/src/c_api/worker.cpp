@@ -77,6 +77,7 @@ kvprism_status kvprism_worker_options_init(kvprism_worker_options* options, size
                                      .max_gets_in_flight = defaults.max_gets_in_flight,
                                      .max_puts_in_flight = defaults.max_puts_in_flight,
                                      .max_queued_jobs = defaults.max_queued_jobs,
+                                     .max_bytes_in_flight = defaults.max_bytes_in_flight,
                                      .pump_thread = true},
               error);
 }
@@ -99,6 +100,7 @@ kvprism_status kvprism_worker_new(const kvprism_key_schema* schema, const kvpris
     wanted.max_gets_in_flight = options->max_gets_in_flight;
     wanted.max_puts_in_flight = options->max_puts_in_flight;
     wanted.max_queued_jobs = options->max_queued_jobs;
+    wanted.max_bytes_in_flight = options->max_bytes_in_flight;
     take_store(*store);
     try {
       auto made = std::make_unique<kvprism_worker>();

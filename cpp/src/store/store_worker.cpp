@@ -306,5 +306,9 @@ StoreWorkerCounters StoreWorker::counters() const {
   const std::lock_guard lock(impl_->counters_mutex);
   return impl_->counters;
 }
+std::vector<StoreGroupCounters> StoreWorker::group_counters() const {
+  const std::lock_guard lock(impl_->counters_mutex);
+  return impl_->group_counters;
+}
 
 }  // namespace kvprism

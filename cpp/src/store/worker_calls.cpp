@@ -6,14 +6,31 @@
 
 namespace kvprism {
 
+// Bytes that puts may add to what is in flight.
+std::uint64_t StoreWorker::Impl::room_for_puts() const {
+  if (options.max_bytes_in_flight == 0) return UINT64_MAX;
+  return options.max_bytes_in_flight - std::min(options.max_bytes_in_flight, bytes_in_flight);
+}
+
+// Whether the job's next chunk has to wait until something that is in flight is quiet. Nothing
+// overtakes it, so that large objects are not starved by small ones.
+bool StoreWorker::Impl::must_wait(const Job& job, std::uint64_t room) {
+  const bool waits =
+      bytes_in_flight != 0 && map->object_bytes(job.runs[job.cursor.run].group) > room;
+  if (waits && !held_up) count([](StoreWorkerCounters& c) { ++c.saves_held_up; });
+  held_up = waits;
+  return waits;
+}
+
 // Adds the job's next chunk to the call; false when the call is full.
-bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch) {
+bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch,
+                                 std::uint64_t most_bytes) {
   const RunRecord& run = job.runs[job.cursor.run];
   const std::uint32_t at = run.first_id + job.cursor.chunk;
   const std::uint32_t segments = map->segments_per_block(run.group);
   const std::uint64_t bytes = map->object_bytes(run.group);
   const bool fits = batch.segments.size() + segments <= options.max_segments_per_call &&
-                    call.bytes + bytes <= options.max_bytes_per_call;
+                    call.bytes + bytes <= most_bytes;
   // One chunk beyond a limit is sent alone (R55).
   if (!fits && !call.items.empty()) return false;
   call.bytes += bytes;
@@ -32,6 +49,8 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   std::unique_ptr<Call> call;
   std::unique_ptr<ObjectBatch> batch;
   Instant deadline{INT64_MIN};
+  const std::uint64_t room = put ? room_for_puts() : UINT64_MAX;
+  const std::uint64_t most_bytes = std::min(options.max_bytes_per_call, room);
   for (auto it = queue.begin(); it != queue.end();) {
     Job& job = **it;
     if (job.issued() || job.told) {
@@ -50,6 +69,7 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
         it = queue.erase(it);
         continue;
       }
+      if (!call && must_wait(job, room)) return false;
     }
     if (!call) {
       call = idle_calls.take();
@@ -59,7 +79,7 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
     }
     const detail::Cursor before = job.cursor;
     bool full = false;
-    while (!job.issued() && !full) full = !add_next(job, *call, *batch);
+    while (!job.issued() && !full) full = !add_next(job, *call, *batch, most_bytes);
     if (before.run != job.cursor.run || before.chunk != job.cursor.chunk) {
       call->jobs.emplace_back(&job, before);
       // The latest: an old save must not take its neighbours along.
@@ -71,6 +91,7 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   }
   if (!call) return false;
   call->put = put;
+  call->began = now;
   const OpId op{next_op++};
   const bool started =
       put ? store->start_put(op, batch, now, deadline) : store->start_get(op, batch, now, deadline);
@@ -83,12 +104,42 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   for (const auto& [job, cursor] : call->jobs) ++job->calls;
   for (const Item& item : call->items) ++item.job->unanswered;
   ++(put ? puts_open : gets_open);
+  bytes_in_flight += call->bytes;
   calls.emplace(static_cast<std::uint64_t>(op), std::move(call));
-  count([&](StoreWorkerCounters& c) { ++(put ? c.puts : c.gets); });
+  count([&](StoreWorkerCounters& c) {
+    ++(put ? c.puts : c.gets);
+    c.bytes_in_flight = bytes_in_flight;
+  });
   return true;
 }
 
-void StoreWorker::Impl::finish_items(Call& call, const std::vector<ItemResult>& results) {
+void StoreWorker::Impl::count_item(OpId op, const Call& call, const Item& item,
+                                   const ItemResult& result, Duration took) {
+  const GroupId group = map->projection().group_id(item.group);
+  StoreGroupCounters& c = group_counters[raw(group)];
+  // A call counts once for each group that it moves.
+  if (timed_by[raw(group)] != static_cast<std::uint64_t>(op)) {
+    timed_by[raw(group)] = static_cast<std::uint64_t>(op);
+    (call.put ? c.put_time : c.get_time).add(took);
+  }
+  if (call.put && stored(result.status)) {
+    ++c.stored_objects;
+    c.stored_bytes += result.bytes;
+  } else if (!call.put && result.status == ItemStatus::kOk) {
+    ++c.loaded_objects;
+    c.loaded_bytes += result.bytes;
+  } else if (!call.put &&
+             (result.status == ItemStatus::kMissing || result.status == ItemStatus::kNotReady)) {
+    ++c.missed_objects;
+    c.missed_bytes += map->object_bytes(item.group);
+  } else {
+    ++c.failed_objects;
+  }
+}
+
+void StoreWorker::Impl::finish_items(OpId op, Call& call, const std::vector<ItemResult>& results,
+                                     Instant now) {
+  const std::lock_guard lock(counters_mutex);
   std::uint64_t moved = 0;
   std::uint64_t segments = 0;
   for (std::size_t i = 0; i < call.items.size(); ++i) {
@@ -102,6 +153,7 @@ void StoreWorker::Impl::finish_items(Call& call, const std::vector<ItemResult>& 
         result.bytes != map->object_bytes(item.group)) {
       result.status = ItemStatus::kSizeMismatch;
     }
+    count_item(op, call, item, result, now - call.began);
     const bool good = call.put ? stored(result.status) : result.status == ItemStatus::kOk;
     if (good) moved += result.bytes;
     if (job.told) continue;  // expired: what comes now is not counted
@@ -113,10 +165,8 @@ void StoreWorker::Impl::finish_items(Call& call, const std::vector<ItemResult>& 
     job.bytes += result.bytes;
     if (result.status == ItemStatus::kDuplicate) ++job.duplicates;
   }
-  count([&](StoreWorkerCounters& c) {
-    c.segments += segments;
-    (call.put ? c.bytes_stored : c.bytes_fetched) += moved;
-  });
+  counters.segments += segments;
+  (call.put ? counters.bytes_stored : counters.bytes_fetched) += moved;
 }
 
 void StoreWorker::Impl::tell_outcome(Job& job, JobOutcome outcome) {
@@ -159,7 +209,7 @@ bool StoreWorker::Impl::take_completions(Instant now) {
     if (completion.outcome && !call.outcome) {
       call.outcome = true;
       --(call.put ? puts_open : gets_open);
-      finish_items(call, completion.items);
+      finish_items(completion.op, call, completion.items, now);
       if (!completion.quiet) count([](StoreWorkerCounters& c) { ++c.unquiet_calls; });
     }
     // The outcome of a job that this call completes is told before its quiet.
@@ -175,7 +225,11 @@ bool StoreWorker::Impl::take_completions(Instant now) {
       }
     }
     if (completion.quiet) {
-      if (!completion.outcome) count([](StoreWorkerCounters& c) { --c.unquiet_calls; });
+      bytes_in_flight -= call.bytes;
+      count([&](StoreWorkerCounters& c) {
+        if (!completion.outcome) --c.unquiet_calls;
+        c.bytes_in_flight = bytes_in_flight;
+      });
       if (completion.batch) idle_batches.give(std::move(completion.batch));
       idle_calls.give(std::move(it->second));
       calls.erase(it);

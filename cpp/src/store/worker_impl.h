@@ -44,6 +44,8 @@ struct StoreWorker::Impl {
     for (const StoreIndex group : indices<StoreIndex>(projection.num_store_groups())) {
       shards.push_back(schema->shard_of(group, position));
     }
+    group_counters.resize(projection.num_groups());
+    timed_by.resize(projection.num_groups());
   }
 
   std::shared_ptr<const KeySchema> schema;
@@ -66,6 +68,7 @@ struct StoreWorker::Impl {
   std::vector<WorkerReport> outbox;  // one per epoch
   mutable std::mutex counters_mutex;
   StoreWorkerCounters counters;
+  std::vector<StoreGroupCounters> group_counters;  // by GroupId
 
   // Of the thread that pumps.
   std::vector<std::unique_ptr<Job>> jobs;
@@ -75,6 +78,9 @@ struct StoreWorker::Impl {
   std::uint64_t next_op = 1;
   std::uint32_t gets_open = 0;
   std::uint32_t puts_open = 0;
+  std::uint64_t bytes_in_flight = 0;
+  bool held_up = false;                 // a put waits for max_bytes_in_flight
+  std::vector<std::uint64_t> timed_by;  // the last call that a group's histogram has, by GroupId
   detail::Pool<Call> idle_calls;
   detail::Pool<ObjectBatch> idle_batches;
   Completion completion;
@@ -91,14 +97,18 @@ struct StoreWorker::Impl {
   void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
   void add_run(const RunRecord& run, JobKind kind, Job& job) const;
 
-  void finish_items(Call& call, const std::vector<ItemResult>& results);
+  void finish_items(OpId op, Call& call, const std::vector<ItemResult>& results, Instant now);
+  void count_item(OpId op, const Call& call, const Item& item, const ItemResult& result,
+                  Duration took);
   void tell_outcome(Job& job, JobOutcome outcome);
   void list_unfetched(Job& job, ItemStatus status);
   bool take_completions(Instant now);
   bool take_inbox(Instant now);
   bool expire(Instant now);
   bool issue(std::deque<Job*>& queue, bool put, Instant now);
-  bool add_next(Job& job, Call& call, ObjectBatch& batch);
+  bool add_next(Job& job, Call& call, ObjectBatch& batch, std::uint64_t most_bytes);
+  std::uint64_t room_for_puts() const;
+  bool must_wait(const Job& job, std::uint64_t room);
   bool retire();
 };
 

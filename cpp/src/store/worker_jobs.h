@@ -67,6 +67,7 @@ struct Item {
 struct Call {
   bool put = false;
   bool outcome = false;
+  Instant began;
   std::uint64_t bytes = 0;
   std::vector<Item> items;
   std::vector<std::pair<Job*, Cursor>> jobs;  // each once, with the cursor from before the call

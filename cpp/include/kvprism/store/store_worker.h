@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "kvprism/base/error.h"
 #include "kvprism/base/export.h"
@@ -13,6 +14,7 @@
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/layout/segment_map.h"
+#include "kvprism/run/duration_histogram.h"
 #include "kvprism/run/instant.h"
 #include "kvprism/run/ready_token.h"
 #include "kvprism/wire/step_plan.h"
@@ -27,6 +29,9 @@ struct StoreWorkerOptions {
   std::uint64_t max_bytes_per_call = 64ull << 20;
   std::uint32_t max_gets_in_flight = 4;  // calls
   std::uint32_t max_puts_in_flight = 2;
+  // Bytes of calls that are not quiet, gets and puts together. No put starts that would make them
+  // more, unless it is alone; gets start regardless, and before puts. 0: no limit.
+  std::uint64_t max_bytes_in_flight = 1ull << 30;
   std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
 };
 
@@ -47,8 +52,23 @@ struct StoreWorkerCounters {
   std::uint64_t segments = 0;  // moved or tried
   std::uint64_t bytes_stored = 0;
   std::uint64_t bytes_fetched = 0;
-  std::uint64_t jobs_alive = 0;     // known here, not quiet
-  std::uint64_t unquiet_calls = 0;  // ended, native code may still touch memory
+  std::uint64_t jobs_alive = 0;       // known here, not quiet
+  std::uint64_t unquiet_calls = 0;    // ended, native code may still touch memory
+  std::uint64_t bytes_in_flight = 0;  // now: of calls that are not quiet
+  std::uint64_t saves_held_up = 0;    // times that a put began to wait for max_bytes_in_flight
+};
+
+// What this rank has moved of one group's blocks.
+struct StoreGroupCounters {
+  std::uint64_t stored_objects = 0;  // those that were stored already included
+  std::uint64_t stored_bytes = 0;
+  std::uint64_t loaded_objects = 0;
+  std::uint64_t loaded_bytes = 0;
+  std::uint64_t missed_objects = 0;  // a load asked for them, and they were gone or unfinished
+  std::uint64_t missed_bytes = 0;
+  std::uint64_t failed_objects = 0;  // of loads and saves, for another reason
+  DurationHistogram get_time;        // of calls that moved objects of the group, to their outcome
+  DurationHistogram put_time;
 };
 
 // Ownership: shares schema, map and store; the memory of the map must stay mapped until close()
@@ -78,6 +98,8 @@ class KVPRISM_API StoreWorker {
   CloseReport close(Instant now, Duration budget);
 
   StoreWorkerCounters counters() const;
+  // By GroupId, of all groups; those that are not stored stay at 0.
+  std::vector<StoreGroupCounters> group_counters() const;
 
  private:
   struct Impl;
