@@ -42,6 +42,7 @@ test-tsan: ## C++ tests with ThreadSanitizer
 
 test-mutants: build ## Does the test suite notice deliberate mistakes?
 	@$(PYTHON) tests/mutants/run.py $(MUTANT_ARGS)
+	@$(PYTHON) tests/mutants/units.py
 
 test-oracle: build ## The same decisions and keys as the real vLLM? ORACLE_ARGS go to it
 	@bash scripts/vllm_env.sh

@@ -80,8 +80,8 @@ class BoundScheduler {
  public:
   BoundScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<StoreHandle> store,
                  const StoreSchedulerOptions& options, std::uint32_t hash_width,
-                 const std::string& flight_record_path,
-                 const std::optional<std::string>& record_to, bool checked);
+                 const std::string& flight_record_path, const std::optional<std::string>& record_to,
+                 bool checked);
 
   // Throws Error (kClosed).
   const std::shared_ptr<StoreScheduler>& shared();

@@ -99,6 +99,26 @@ TEST(BlockingStore, BrokenClientGoesAlthoughItsCallWasQuiet) {
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
 }
 
+TEST(BlockingStore, FailedItemsAreNoReasonToReplaceTheClient) {
+  const auto script = std::make_shared<Script>();
+  script->on_call = [](int, Call call, const ObjectBatch&, CallEnd&) {
+    return call == Call::kPut;  // leaves kCancelled
+  };
+  BlockingStore store(factory_of(script), quick());
+  std::array<std::byte, 16> memory{};
+  store.add_region({memory.data(), memory.size(), -1});
+  Ends ends(store);
+  ASSERT_TRUE(start_get(store, 1, batch_of({"absent"}, memory.data(), 16)));
+  ASSERT_TRUE(start_put(store, 2, batch_of({"a"}, memory.data(), 16)));
+  ASSERT_TRUE(ends.wait_quiet(1));
+  ASSERT_TRUE(ends.wait_quiet(2));
+  EXPECT_EQ(ends.status(1), ItemStatus::kMissing);
+  EXPECT_EQ(ends.status(2), ItemStatus::kCancelled);
+  EXPECT_TRUE(store.counters().usable);
+  EXPECT_EQ(store.counters().retired_now, 0u);
+  EXPECT_EQ(script->made, 1);
+}
+
 TEST(BlockingStore, StuckCallEndsAsTimedOutAndIsQuietAfterItsReturnAndTheTearDown) {
   const auto script = std::make_shared<Script>();
   const auto gate = std::make_shared<Gate>();

@@ -2,10 +2,11 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <condition_variable>
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
@@ -250,60 +251,20 @@ TEST_F(HealthTest, WhatIsNoFileDoesNotHoldUpAStep) {
   std::filesystem::remove(path);
 }
 
-TEST_F(HealthTest, AStepDoesNotWaitForTheFile) {
-  // A log that hangs holds up the thread that writes; records beyond the next one are dropped.
+TEST_F(HealthTest, TheRecordIsWrittenByAThreadOfItsOwn) {
   const std::filesystem::path path =
-      std::filesystem::temp_directory_path() / ("kvprism-slow-" + std::to_string(::getpid()));
-  struct Gate {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool inside = false;
-    bool open = false;
-    std::vector<std::string> lines;
-  } gate;
+      std::filesystem::temp_directory_path() / ("kvprism-thread-" + std::to_string(::getpid()));
+  static std::array<char, 16> name{};
   set_log_sink(
-      [](void* to, LogLevel, std::string_view line) {
-        auto& at = *static_cast<Gate*>(to);
-        std::unique_lock lock(at.mutex);
-        at.lines.emplace_back(line);
+      [](void*, LogLevel, std::string_view line) {
         if (line.find("the flight record is in") == std::string_view::npos) return;
-        at.inside = true;
-        at.changed.notify_all();
-        at.changed.wait(lock, [&] { return at.open; });
+        pthread_getname_np(pthread_self(), name.data(), name.size());
       },
-      &gate, LogLevel::kInfo);
-  FlightFile slow(path.string());
-  StoreSchedulerOptions options;
-  options.flight = slow.sink();
-  options.quarantine_after = seconds(1);
-  build(options);
-  const auto incident = [&](std::uint8_t salt) {
-    report(save(salt, RequestId{salt}), JobOutcome::kOk, false);
-    step(seconds(61));
-  };
-  incident(1);
-  {
-    std::unique_lock lock(gate.mutex);
-    gate.changed.wait(lock, [&] { return gate.inside; });
-  }
-  incident(2);  // kept
-  incident(3);  // dropped
-  EXPECT_EQ(scheduler->counters().incidents, 3u);
-  EXPECT_FALSE(slow.flush({}));
-  {
-    const std::lock_guard lock(gate.mutex);
-    EXPECT_THAT(gate.lines, ::testing::Contains("blocks went to quarantine: the flight record is "
-                                                "dropped, as " +
-                                                path.string() + " is still being written"));
-    gate.open = true;
-  }
-  gate.changed.notify_all();
-  EXPECT_TRUE(slow.flush(seconds(60)));
-  std::ifstream file(path);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_NE(text.find("save 2 2 32"), std::string::npos);
-  EXPECT_EQ(text.find("save 3 3 32"), std::string::npos);
-  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+      nullptr, LogLevel::kInfo);
+  build_with_file(path);
+  report(save(1), JobOutcome::kOk, false);
+  step(seconds(1));
+  EXPECT_STREQ(name.data(), "kvp-flight");
   std::filesystem::remove(path);
 }
 

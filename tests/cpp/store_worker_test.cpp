@@ -657,6 +657,15 @@ TEST_F(WorkerTest, PutsWaitForWhatIsInFlightAndGetsDoNot) {
   EXPECT_EQ(worker->counters().bytes_in_flight, 0u);
   EXPECT_EQ(worker->counters().saves_held_up, 1u) << "one wait, however often it was looked at";
   EXPECT_EQ(worker->counters().bytes_stored, 5 * kPage);
+
+  // Both at once: saves have what loads leave.
+  worker->submit(simple(JobKind::kSave, 5, 3).view(), ReadyToken::host());
+  worker->submit(simple(JobKind::kLoad, 2, 4).view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->gets.size(), 1u);
+  EXPECT_EQ(store->gets[0].keys().size(), 2u);
+  ASSERT_EQ(store->puts.size(), 1u);
+  EXPECT_EQ(store->puts[0].keys().size(), 1u);
 }
 
 TEST_F(WorkerTest, AnObjectBeyondTheLimitOfBytesGoesAlone) {

@@ -83,7 +83,7 @@ def serve(master: str) -> None:
                 told = True
                 print("saving", flush=True)
     finally:
-        print("unquiet" if served.engine.close(3.0) else "quiet", flush=True)
+        print("unquiet" if served.engine.close(1.0) else "quiet", flush=True)
 
 
 def store_and_load(master: str, number: str) -> None:

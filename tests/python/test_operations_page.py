@@ -15,6 +15,7 @@ HEADER_OF = {
     "StoreSchedulerCounters": "store/store_scheduler.h",
     "LedgerCounters": "job/job_ledger.h",
     "StoreWorkerCounters": "store/store_worker.h",
+    "StoreGroupCounters": "store/store_worker.h",
     "BlockingStoreCounters": "backend/blocking_store.h",
     "StoreSchedulerOptions": "store/store_scheduler.h",
     "StoreWorkerOptions": "store/store_worker.h",

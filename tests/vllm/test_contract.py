@@ -358,6 +358,55 @@ def test_the_name_is_known_to_vllm_without_a_module_path() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVPrismConnector") is KVPrismConnector
 
 
+def test_what_a_worker_moves_is_told_by_group() -> None:
+    from kvprism.vllm.stats import GROUP_COUNTERS, Differences, StoreMetrics
+
+    group = {name: 0 for name in GROUP_COUNTERS if "." not in name}
+    groups: list[dict[str, Any]] = [dict(group), dict(group)]
+    differences = Differences()
+    assert differences.take_groups(groups) is None
+    groups[1] |= {"stored_bytes": 512, "put_time": {"count": 1, "sum_us": 70}}
+    told = differences.take_groups(groups)
+    assert told is not None
+    assert told.data == {
+        "groups.1.stored_bytes": 512,
+        "groups.1.put_time.count": 1,
+        "groups.1.put_time.sum_us": 70,
+    }
+    assert differences.take_groups(groups) is None
+
+    counted: dict[tuple[str, ...], float] = {}
+
+    class Counter:
+        """Like one of prometheus_client."""
+
+        def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+            self.name, self.labelnames, self.values = name, labelnames, ("",)
+
+        def labels(self, *values: object) -> Counter:
+            assert len(values) == len(self.labelnames)
+            child = Counter(self.name, "", self.labelnames)
+            child.values = tuple(map(str, values))
+            return child
+
+        def inc(self, added: float) -> None:
+            key = (self.name, *self.values)
+            counted[key] = counted.get(key, 0) + added
+
+    from prometheus_client import Counter as Real
+    from prometheus_client import Gauge, Histogram
+
+    kinds = {Real: Counter, Gauge: Counter, Histogram: Counter}
+    metrics = StoreMetrics(None, kinds, ["engine"], {0: ["e0"]})
+    metrics.observe(told.data | {"loads": 2, "groups.1.unknown": 3})
+    assert counted == {
+        ("vllm:kvprism_group_stored_bytes", "e0", "1"): 512,
+        ("vllm:kvprism_group_puts_timed", "e0", "1"): 1,
+        ("vllm:kvprism_group_put_us", "e0", "1"): 70,
+        ("vllm:kvprism_loads", "e0"): 2,
+    }
+
+
 def test_stats_add_up_in_any_order() -> None:
     from kvprism.vllm import KVPrismConnector
     from kvprism.vllm.stats import COUNTERS, Differences

@@ -186,8 +186,10 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def get_kv_connector_stats(self) -> StoreStats | None:
-        """What has happened since the last call: the scheduler's half counts for all ranks."""
-        return None if self._scheduler is None else self._scheduler.take_stats()
+        """What has happened since the last call: the scheduler's half counts for all ranks, and
+        each worker's what it has moved of each group."""
+        half = self._scheduler or self._worker
+        return None if half is None else half.take_stats()
 
     def get_kv_connector_kv_cache_events(self) -> Any:
         """None: the store's content is not announced."""

@@ -238,6 +238,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_gets_in_flight", "int", 4, "calls", "Loading calls at a time.", least=1),
     Option("max_puts_in_flight", "int", 2, "calls", "Saving calls at a time.", least=1),
     Option(
+        "max_bytes_in_flight",
+        "bytes",
+        1024 * MIB,
+        "bytes",
+        "Of calls that Mooncake has not let go of. Beyond it saves wait, and loads do not; "
+        "0 for no limit.",
+        least=0,
+    ),
+    Option(
         "unknown_build",
         "choice",
         "refuse",

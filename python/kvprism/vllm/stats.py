@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -47,6 +47,22 @@ GAUGES: dict[str, tuple[str, str]] = {
     "health": ("health", "0 healthy, 1 degraded, 2 off."),
 }
 
+# What each rank counts of each group, under "groups.<number>.<name>"; in Prometheus the number is
+# the label "group".
+GROUP_COUNTERS: dict[str, tuple[str, str]] = {
+    "stored_objects": ("group_stored_objects", "Objects stored or found stored."),
+    "stored_bytes": ("group_stored_bytes", "Bytes stored."),
+    "loaded_objects": ("group_loaded_objects", "Objects loaded."),
+    "loaded_bytes": ("group_loaded_bytes", "Bytes loaded."),
+    "missed_objects": ("group_missed_objects", "Objects that a load no longer found."),
+    "missed_bytes": ("group_missed_bytes", "Bytes that a load no longer found."),
+    "failed_objects": ("group_failed_objects", "Objects whose load or save failed otherwise."),
+    "get_time.count": ("group_gets_timed", "Calls that loaded objects of the group."),
+    "get_time.sum_us": ("group_get_us", "Microseconds of those calls, together."),
+    "put_time.count": ("group_puts_timed", "Calls that stored objects of the group."),
+    "put_time.sum_us": ("group_put_us", "Microseconds of those calls, together."),
+}
+
 
 class StoreStats(KVConnectorStats):
     """What has happened since the last time; adding up is all that is ever done with it."""
@@ -82,16 +98,30 @@ class Differences:
 
     def take(self, counters: Mapping[str, Any]) -> StoreStats | None:
         """What has been added; None when nothing."""
+        fresh = self._added(counters, (*COUNTERS, *GAUGES), "")
+        return StoreStats(data=fresh) if fresh else None
+
+    def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> StoreStats | None:
+        """The same of a worker's groups."""
+        fresh: dict[str, int] = {}
+        for number, counters in enumerate(groups):
+            fresh |= self._added(counters, GROUP_COUNTERS, f"groups.{number}.")
+        return StoreStats(data=fresh) if fresh else None
+
+    def _added(
+        self, counters: Mapping[str, Any], paths: Iterable[str], prefix: str
+    ) -> dict[str, int]:
         fresh = {}
-        for path in (*COUNTERS, *GAUGES):
+        for path in paths:
             value: Any = counters
             for part in path.split("."):
                 value = value.get(part, 0) if isinstance(value, Mapping) else 0
-            added = value - self._last.get(path, 0)
+            name = prefix + path
+            added = value - self._last.get(name, 0)
             if added:
-                fresh[path] = added
-                self._last[path] = value
-        return StoreStats(data=fresh) if fresh else None
+                fresh[name] = added
+                self._last[name] = value
+        return fresh
 
 
 class StoreMetrics(KVConnectorPromMetrics):
@@ -113,9 +143,26 @@ class StoreMetrics(KVConnectorPromMetrics):
                 engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
 
+        self._values = per_engine_labelvalues
+        self._groups = {
+            path: self._counter_cls(
+                name=f"vllm:kvprism_{name}",
+                documentation=meaning,
+                labelnames=[*labelnames, "group"],
+            )
+            for path, (name, meaning) in GROUP_COUNTERS.items()
+        }
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds what has happened in one engine."""
         for path, added in transfer_stats_data.items():
+            kind, _, rest = path.partition(".")
+            if kind == "groups":
+                group, _, name = rest.partition(".")
+                if name in self._groups and engine_idx in self._values:
+                    values = (*self._values[engine_idx], group)
+                    self._groups[name].labels(*values).inc(added)
+                continue
             engines = self._counters.get(path)
             if engines is not None and engine_idx in engines:
                 engines[engine_idx].inc(added)

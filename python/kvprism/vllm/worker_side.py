@@ -15,6 +15,7 @@ from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
 from .ready import ready_source
+from .stats import Differences, StoreStats
 
 logger = logging.getLogger("vllm.kvprism")
 
@@ -50,6 +51,7 @@ class WorkerSide:
             max_bytes_per_call=options.max_bytes_per_call,
             max_gets_in_flight=options.max_gets_in_flight,
             max_puts_in_flight=options.max_puts_in_flight,
+            max_bytes_in_flight=options.max_bytes_in_flight,
         )
         # With one group vLLM keeps what lies before the first failed block, which only a prefix is
         # worth: before a window or a state there may be nothing. With several groups it cannot tell
@@ -65,6 +67,8 @@ class WorkerSide:
         self._reports: list[bytes] = []
         self._results = Results()
         self._closed = False
+        self._differences = Differences()
+        self._stirred = False
         logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
 
     def bind(self, metadata: StepMetadata) -> None:
@@ -106,6 +110,7 @@ class WorkerSide:
         report = self._worker.poll()
         forward_log(logger)
         if report:
+            self._stirred = True
             self._reports.append(report)
             for end in self._loads.take(report):
                 self._end(end, detach=False)
@@ -132,6 +137,13 @@ class WorkerSide:
         reports = ReportMetadata(b"".join(self._reports))
         self._reports.clear()
         return reports
+
+    def take_stats(self) -> StoreStats | None:
+        """What this rank has moved of each group since the last call."""
+        if not self._stirred:
+            return None
+        self._stirred = False
+        return self._differences.take_groups(self._worker.group_counters())
 
     def counters(self) -> dict[str, int]:
         """The StoreWorker's counters."""

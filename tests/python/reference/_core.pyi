@@ -1225,7 +1225,7 @@ def find_mooncake_library(library: str = '', site_packages: Sequence[str] | None
         NotFoundError: There is none; says where it looked.
     """
 
-def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_server: str = 'P2PHANDSHAKE', protocol: str = 'tcp', rdma_devices: Sequence[str] = [], global_segment_size: int = 0, local_buffer_size: int = 0, max_slices_per_call: int = 512, max_bytes_per_call: int = 268435456, connect_timeout_seconds: float = 2.0, library: str = '', site_packages: Sequence[str] | None = None, python_library: str = '', unknown_build: str = 'refuse', environment: Mapping[str, str] = {}, rdma_device_folder: str | None = None, setup_timeout_seconds: float = 15.0) -> ObjectStore:
+def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_server: str = 'P2PHANDSHAKE', protocol: str = 'tcp', rdma_devices: Sequence[str] = [], global_segment_size: int = 0, local_buffer_size: int = 0, max_slices_per_call: int = 512, max_bytes_per_call: int = 268435456, connect_timeout_seconds: float = 2.0, library: str = '', site_packages: Sequence[str] | None = None, python_library: str = '', unknown_build: str = 'refuse', environment: Mapping[str, str] = {}, rdma_device_folder: str | None = None, setup_timeout_seconds: float = 15.0, max_region_bytes: int = 0) -> ObjectStore:
     """
     Connects to a Mooncake store.
 
@@ -1247,6 +1247,7 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         environment: Variables that Mooncake reads, set before its library is opened for the first time.
         rdma_device_folder: Where RDMA devices are listed.
         setup_timeout_seconds: Bound of the whole set-up.
+        max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for whole regions, else at least 1 MiB.
 
     Returns:
         The store, connected.
@@ -1287,10 +1288,11 @@ def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | boo
 
     Returns:
         "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
-        "difference" otherwise; "ignored_bytes" of a last call that was cut off.
+        "difference" otherwise; "ignored_bytes" of a last call that was cut off; "ended", whether the file says that nothing
+        follows; "recorded_by" and "repeated_by", versions and compilers.
 
     Raises:
-        Error: The bytes are no recording of this version.
+        Error: The bytes are no recording of this version, or go on behind its end.
     """
 
 class StepPlan:
@@ -1803,7 +1805,7 @@ class StoreWorker:
     or copy run without the GIL.
     """
 
-    def __init__(self, schema: KeySchema, segment_map: SegmentMap, store: ObjectStore, *, rank: int = 0, max_segments_per_call: int = 512, max_bytes_per_call: int = 67108864, max_gets_in_flight: int = 4, max_puts_in_flight: int = 2, max_queued_jobs: int = 65536) -> None:
+    def __init__(self, schema: KeySchema, segment_map: SegmentMap, store: ObjectStore, *, rank: int = 0, max_segments_per_call: int = 512, max_bytes_per_call: int = 67108864, max_gets_in_flight: int = 4, max_puts_in_flight: int = 2, max_queued_jobs: int = 65536, max_bytes_in_flight: int = 1073741824) -> None:
         """
         Takes the store side of `store` and registers the memory of `segment_map` with it.
 
@@ -1817,6 +1819,7 @@ class StoreWorker:
             max_gets_in_flight: Calls at a time.
             max_puts_in_flight: Calls at a time.
             max_queued_jobs: Jobs submitted and not yet seen by the thread.
+            max_bytes_in_flight: Bytes of calls that are not quiet beyond which saves wait, and loads do not; 0 for no limit.
 
         Raises:
             Error: An option is out of range, the configurations differ, or the memory cannot be registered.
@@ -1860,6 +1863,11 @@ class StoreWorker:
 
     def counters(self) -> dict[str, int]:
         """Counters by name."""
+
+    def group_counters(self) -> list[dict[str, int | dict[str, int]]]:
+        """
+        What this rank has moved of each group's blocks, in the order of the configuration's groups.
+        """
 
     def close(self, timeout_seconds: float = 5.0) -> int:
         """

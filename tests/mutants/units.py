@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Do unit tests notice deliberate mistakes where the simulated world does not come?
+
+That is in threads, and in a worker's limits. Compiles the sources that have the mistakes of
+units.json, each behind a switch, with two test programs, on top of the library in build/release,
+and runs for each mistake the test that must fail.
+
+Usage: units.py [--only ID]
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from run import HEADER, HERE, ROOT, fail, load, mutate, run_or_fail, write_if_changed
+
+BUILD = ROOT / "build/mutants-units"
+RELEASE = ROOT / "build/release"
+# Besides the mistaken ones: what they use and the library does not export.
+NEEDED = (
+    *(f"cpp/src/backend/{name}.cpp" for name in ("blocking_care", "blocking_client")),
+    *(f"cpp/src/backend/{name}.cpp" for name in ("blocking_store", "native_thread")),
+    *(f"cpp/src/store/{name}.cpp" for name in ("plan_check", "vllm_objects")),
+    *(f"tests/cpp/{name}_test.cpp" for name in ("blocking_replacement", "store_worker")),
+)
+SWITCH = """#include <cstdlib>
+extern "C" int kvprism_mutant;
+int kvprism_mutant = std::getenv("KVPRISM_MUTANT") ? std::atoi(std::getenv("KVPRISM_MUTANT")) : 0;
+"""
+ROW = json.loads((HERE / "units.json").read_text("utf-8"))
+TEST_OF = {row["id"]: row["test"] for row in ROW}
+
+
+def build() -> Path:
+    """The test program with every mistake in it."""
+    mutants = load(HERE / "units.json")
+    sources = {}
+    for file in sorted({mutant.file for mutant in mutants}):
+        text = mutate(
+            (ROOT / file).read_text("utf-8"), [mutant for mutant in mutants if mutant.file == file]
+        )
+        sources[file] = BUILD / file.replace("/", "-")
+        write_if_changed(sources[file], text)
+    for file in NEEDED:
+        sources[file] = ROOT / file
+    write_if_changed(BUILD / "mutant.h", HEADER)
+    write_if_changed(BUILD / "switch.cpp", SWITCH)
+    sources["switch.cpp"] = BUILD / "switch.cpp"
+    includes = [
+        *(ROOT / folder for folder in ("cpp/include", "cpp/src", "tests/cpp", "third_party")),
+        RELEASE / "generated/include",
+    ]
+    common = (
+        ["ccache"] if subprocess.call(["which", "ccache"], stdout=subprocess.DEVNULL) == 0 else []
+    )
+    common += ["g++", "-std=c++20", "-O0", "-DFMT_HEADER_ONLY", "-include", str(BUILD / "mutant.h")]
+    common += [f"-I{folder}" for folder in includes]
+
+    def compile_one(file: str) -> str:
+        target = BUILD / (file.replace("/", "-") + ".o")
+        run_or_fail([*common, "-c", str(sources[file]), "-o", str(target)], f"compiling {file}")
+        return str(target)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        objects = list(pool.map(compile_one, sorted(sources, key=lambda file: "_test" not in file)))
+    program = BUILD / "units"
+    library = RELEASE / "lib"
+    run_or_fail(
+        [
+            *("g++", "-o", str(program), *objects, f"-L{library}", f"-Wl,-rpath,{library}"),
+            *("-lkvprism", "-lgmock_main", "-lgmock", "-lgtest", "-lpthread"),
+        ],
+        "linking",
+    )
+    return program
+
+
+def passes(program: Path, number: int, test: str) -> bool:
+    """Whether a test passes with one mistake, 0 for none."""
+    result = subprocess.run(
+        [str(program), f"--gtest_filter=*.{test}", "--gtest_brief=1"],
+        env={**os.environ, "KVPRISM_MUTANT": str(number)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if "0 tests ran" in result.stdout or "0 tests from" in result.stdout:
+        fail(f"no test {test}")
+    return result.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="the id of one mutant")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    mutants = load(HERE / "units.json")
+    program = build()
+    for test in sorted(set(TEST_OF.values())):
+        if not passes(program, 0, test):
+            fail(f"{test} fails without any mutant")
+    chosen = [mutant for mutant in mutants if arguments.only in (None, mutant.id)]
+    if not chosen:
+        fail(f"no mutant '{arguments.only}'")
+    survivors = [m for m in chosen if passes(program, m.number, TEST_OF[m.id])]
+    for mutant in survivors:
+        print(f"SURVIVED {mutant.id}: {mutant.reason}")
+    died = len(chosen) - len(survivors)
+    print(f"{died} died by unit tests, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
