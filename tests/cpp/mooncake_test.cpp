@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -228,15 +229,25 @@ TEST_F(Mooncake, ObjectsInAStorageProcessOutliveTheirWriter) {
 
 // R51: while the master is away everything ends quickly as a miss; afterwards it works again
 // without a restart.
+// Address space of this process.
+std::uint64_t mapped_bytes() {
+  std::uint64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
 TEST_F(Mooncake, MasterGoesAndComesBack) {
+  // So large that a segment which is not given back shows.
+  constexpr std::int64_t kSegment = std::int64_t{1} << 30;
   MooncakeMaster master(site_packages_);
   BlockingStoreOptions store_options;
   store_options.max_retry = milliseconds(500);
-  BlockingStore store(mooncake_client_factory(options(master)), store_options);
+  BlockingStore store(mooncake_client_factory(options(master, kSegment)), store_options);
   const Memory memory(1 << 20);
   store.add_region(memory.region());
   Operations run(store);
   EXPECT_EQ(run.put({{"before", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
+  const std::uint64_t mapped = mapped_bytes();
   master.kill();
   run.exists({"before"});
   run.get({{"before", {{memory.at(8192), 4096}}}});
@@ -254,6 +265,10 @@ TEST_F(Mooncake, MasterGoesAndComesBack) {
   EXPECT_EQ(run.put({{"after2", {{memory.at(0), 4096}}}}), S{ItemStatus::kOk});
   EXPECT_EQ(run.get({{"after2", {{memory.at(16384), 4096}}}}), S{ItemStatus::kOk});
   EXPECT_TRUE(memory.holds(16384, 4096, 9));
+  // The memory of the client that is gone has been given back (R51).
+  EXPECT_GE(store.counters().replacements, 1u);
+  ASSERT_TRUE(within(std::chrono::seconds(60), [&] { return store.counters().retired_now == 0; }));
+  EXPECT_LT(mapped_bytes(), mapped + kSegment / 2);
 }
 
 // A client that only asks needs no replacement: it asks again when the master is back.
