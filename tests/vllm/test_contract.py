@@ -359,6 +359,8 @@ def test_the_name_is_known_to_vllm_without_a_module_path() -> None:
 
 
 def test_what_a_worker_moves_is_told_by_group() -> None:
+    from types import SimpleNamespace
+
     from kvprism.vllm.stats import GROUP_COUNTERS, Differences, StoreMetrics
 
     group = {name: 0 for name in GROUP_COUNTERS if "." not in name}
@@ -397,7 +399,8 @@ def test_what_a_worker_moves_is_told_by_group() -> None:
     from prometheus_client import Gauge, Histogram
 
     kinds = {Real: Counter, Gauge: Counter, Histogram: Counter}
-    metrics = StoreMetrics(None, kinds, ["engine"], {0: ["e0"]})
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = StoreMetrics(config, kinds, ["engine"], {0: ["e0"]})
     metrics.observe(told.data | {"loads": 2, "groups.1.unknown": 3})
     assert counted == {
         ("vllm:kvprism_group_stored_bytes", "e0", "1"): 512,
