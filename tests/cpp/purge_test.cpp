@@ -431,6 +431,30 @@ TEST_F(PurgeTest, OnlyTheDamagedShardIsRemovedAndSavedAgain) {
   EXPECT_EQ(scheduler->wants_save(RequestId{8}, now), (TokenRange{16, 64}));
 }
 
+TEST_F(PurgeTest, WhatAnAbortedRequestFindsDamagedIsRemovedToo) {
+  build();
+  ASSERT_EQ(offered(RequestId{8}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);
+  scheduler->end_step(now);
+  scheduler->finished(RequestId{8}, FinishReason::kAborted);
+  // The id serves another request meanwhile.
+  const Hashes other{8, 2};
+  scheduler->advanced(RequestId{8}, 16, other.list());
+  report(load, JobOutcome::kPartial, true, {failed(1, 3, ItemStatus::kChecksumMismatch)});
+  ASSERT_EQ(store->removals.size(), 1u);
+  KeySlots keys;
+  schema->append_key(keys, StoreIndex{1}, {}, hashes.list()[3]);
+  EXPECT_EQ(store->removals[0].keys(), keys.strings());
+  EXPECT_EQ(scheduler->counters().mismatches, 1u);
+  EXPECT_EQ(scheduler->counters().incidents, 1u);
+  EXPECT_EQ(load_ends().size(), 1u);
+  store->end_removal({ItemStatus::kOk, 1});
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().objects_removed, 1u);
+  scheduler->finished(RequestId{8}, FinishReason::kCompleted);
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
 // Keys of schema `vllm` name neither dtype nor layout.
 TEST_F(PurgeTest, WhereKeysDoNotNameTheSizeAnotherSizeIsAnotherEngines) {
   CacheConfig config;

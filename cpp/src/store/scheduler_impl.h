@@ -68,6 +68,7 @@ struct Load {
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
   std::vector<std::pair<Rank, FailedChunk>> mismatches;  // objects that are not what was stored
+  std::unique_ptr<Request> left{};  // its request, which has finished first: it names the objects
 };
 
 // A report may name any chunk.
@@ -358,6 +359,7 @@ struct StoreScheduler::Impl {
   void advance_purge(Instant now);
   void start_purge_pass(Instant now);
   void take_removed(Instant now);
+  void leave_to_load(RequestId id, Request& request);
   void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed) const;
   // Objects that no save could replace are taken away.
   void remove_mismatched(const Request& request, const Load& load, Instant now);

@@ -106,7 +106,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
 // A load that fails may fail for all who ask: a damaged object is never replaced by a put, and what
 // lay on a dead node is listed until the master notices.
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
-  const Request* const request = find(load.request, load.generation);
+  const Request* const request = load.left ? load.left.get() : find(load.request, load.generation);
   if (request == nullptr || end.whole) return;
   remove_mismatched(*request, load, now);
   for (const FailedChunk& chunk : end.failed) {

@@ -283,7 +283,17 @@ void StoreScheduler::finished(RequestId id, FinishReason how) {
     ++impl_->counters.saves_dropped;
   }
   impl_->flight.add(impl_->last_step_at, FlightKind::kFinished, raw(id));
+  if (request->loading) impl_->leave_to_load(id, *request);
   impl_->requests.erase(raw(id));
+}
+
+// A load that finds damage tells it and has it removed, also when nobody waits for it any more.
+void StoreScheduler::Impl::leave_to_load(RequestId id, Request& request) {
+  for (auto& [job, load] : loads) {
+    if (load.request != id || load.generation != request.generation || load.reported) continue;
+    load.left = std::make_unique<Request>(std::move(request));
+    return;
+  }
 }
 
 const StepPlan& StoreScheduler::end_step(Instant now) {
