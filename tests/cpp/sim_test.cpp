@@ -214,6 +214,50 @@ TEST(GroupModel, AWindowKeepsWhatDraftsRetain) {
   EXPECT_EQ(model_groups(*projection)[3].window, *config.groups[3].spec.sliding_window + 4);
 }
 
+TEST(GroupModel, FamiliesShareTheirDrafts) {
+  CacheConfig config = small_config();
+  GroupConfig twin = config.groups[1];
+  twin.layers = {"t0"};
+  twin.is_eagle_group = true;
+  config.groups.push_back(twin);
+  const auto groups = model_groups(*Projection::make(config, SpecRegistry::builtin()));
+  EXPECT_EQ(groups[4].family, 1U);
+  EXPECT_TRUE(groups[1].draft && groups[4].draft);
+  EXPECT_FALSE(groups[2].draft || groups[3].draft);
+  EXPECT_TRUE(model_drafts(groups));
+  EXPECT_EQ(model_checkpoint(33, 8, false), 32U);
+  EXPECT_EQ(model_checkpoint(32, 8, false), 24U);
+  EXPECT_EQ(model_checkpoint(32, 8, true), 24U) << "one unit is computed anew in any case";
+}
+
+TEST(GroupModel, ReplicasHoldTheSameHeads) {
+  CacheConfig config = small_config();
+  config.parallel.tp = 4;
+  std::get<AttentionPayload>(config.groups[1].spec.payload).total_num_kv_heads = 4;
+  const auto groups = model_groups(*Projection::make(config, SpecRegistry::builtin()));
+  EXPECT_EQ(groups[1].replicas, 2U);
+  EXPECT_EQ(groups[1].shape(0, 1).first_head, 0U);
+  EXPECT_EQ(groups[1].shape(0, 2).first_head, 2U);
+  EXPECT_EQ(groups[3].replicas, 1U);
+  EXPECT_EQ(groups[3].shape(0, 3).first_head, 6U);
+}
+
+TEST(SimMemory, AStageHoldsTheModelsLaterLayers) {
+  CacheConfig stage = small_config();
+  stage.groups[1].layers = {"f1"};
+  const SimMemory memory(*Projection::make(stage, SpecRegistry::builtin()),
+                         {.guard_bytes = 8, .shadow = false, .first_layers = {0, 1, 0, 0}});
+  const PageShape later = memory.page_shape(GroupId{1}, 0);
+  EXPECT_EQ(later.first_layer, 1U);
+  PageShape whole = later;
+  whole.first_layer = 0;
+  std::vector<std::byte> in_stage(later.bytes());
+  std::vector<std::byte> in_model(later.bytes());
+  write_position(later, 0, 2, extend(kEmptyPrefix, 0, 7), in_stage.data());
+  write_position(whole, 1, 2, extend(kEmptyPrefix, 0, 7), in_model.data());
+  EXPECT_EQ(in_stage, in_model);
+}
+
 TEST(GroupModel, WhatTheWorldCannotModelIsRefused) {
   const auto code_of = [](const CacheConfig& config) {
     const auto projection = Projection::make(config, SpecRegistry::builtin());
@@ -370,6 +414,22 @@ TEST(Engine, AbortAtAnyPoint) {
     EXPECT_EQ(second.engine->unfinished(), 0U);
     EXPECT_EQ(second.scheduler->tracked(), 0U);
   }
+}
+
+TEST(Engine, RejectedDraftsLeaveNoTrace) {
+  EngineOptions plain;
+  EngineOptions drafting;
+  drafting.draft_tokens = 3;
+  std::vector<FinishedRequest> finished;
+  for (const EngineOptions& options : {plain, drafting}) {
+    Deployment one(std::make_shared<MemoryPool>(), options);
+    one.engine->submit({RequestId{1}, tokens(40), 30});
+    one.run();
+    one.engine->take_finished(finished);
+    EXPECT_EQ(one.engine->stats().rejected_tokens > 0, options.draft_tokens > 0);
+  }
+  ASSERT_EQ(finished.size(), 2U);
+  EXPECT_EQ(finished[0].output, finished[1].output);
 }
 
 TEST(Engine, PreemptionUnderPressure) {

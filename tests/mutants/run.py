@@ -238,7 +238,7 @@ def main() -> int:
 
     width = max(len(verdict.mutant.id) for verdict in verdicts)
     for verdict in verdicts:
-        print(f"{verdict.mutant.id:<{width}}  {verdict.how[:150]}")
+        print(f"{verdict.mutant.id:<{width}}  {verdict.seconds:4.1f} s  {verdict.how[:150]}")
     survivors = [verdict for verdict in verdicts if not verdict.died]
     for verdict in survivors:
         print(f"SURVIVED {verdict.mutant.id}: {verdict.mutant.reason}")

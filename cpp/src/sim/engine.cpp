@@ -27,6 +27,17 @@ Engine::Engine(std::shared_ptr<const Projection> projection,
   e.options = options;
   e.observer = observer == nullptr ? &e.silent : observer;
   e.groups = model_groups(*e.projection);
+  for (std::uint32_t rank = 0; rank < e.ranks.size(); ++rank) {
+    const std::uint32_t tensor_rank = rank % e.projection->parallel().tp;
+    const SimMemory& memory = *e.ranks[rank].memory;
+    std::vector<std::vector<PageShape>>& of_rank = e.shapes.emplace_back();
+    for (const GroupModel& group : e.groups) {
+      std::vector<PageShape>& layers = of_rank.emplace_back();
+      for (std::uint32_t layer = 0; layer < memory.num_layers(group.id); ++layer)
+        layers.push_back(group.of_rank(memory.page_shape(group.id, layer), tensor_rank));
+    }
+  }
+  e.drafts = model_drafts(e.groups);
   e.step_tokens = e.projection->scheduler_block_size();
   e.alignment = e.projection->hit_alignment();
   e.replay = model_replay(e.groups);
@@ -89,17 +100,22 @@ void Engine::finish_step(Instant) {
   Impl& e = *impl_;
   if (!e.in_flight) return;
   e.in_flight = false;
-  for (const Scheduled& work : e.scheduled) e.execute(work);
+  for (Scheduled& work : e.scheduled) {
+    for (std::uint32_t i = 0; i < work.accepted; ++i) e.generate(*work.sequence);
+    e.draft(work);
+    work.to += work.accepted;
+    e.execute(work);
+  }
   e.fence->fire();
   for (const Scheduled& work : e.scheduled) {
     Sequence& sequence = *work.sequence;
     sequence.computed = work.to;
     e.remember(sequence, work.from, work.to);
     if (work.to < sequence.trail.size()) continue;
-    sequence.trail.append(next_token(sequence.trail.last(), kVocabulary));
-    ++e.stats.generated_tokens;
+    e.generate(sequence);
     if (sequence.trail.size() < sequence.prompt_tokens + sequence.max_new_tokens) continue;
     e.scheduler->finished(sequence.id, FinishReason::kCompleted);
+    e.observer->left(sequence.id);
     std::erase(e.running, &sequence);
     e.finish(sequence, false);
     e.sequences.erase(raw(sequence.id));

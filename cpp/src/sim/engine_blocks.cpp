@@ -97,9 +97,10 @@ bool Engine::Impl::add_missing(Sequence& sequence, std::vector<Destination>* tak
   return true;
 }
 
-// What computing tokens [computed, to) writes.
+// What computing tokens [computed, to) and drafts behind them writes.
 bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
   missing.clear();
+  const std::uint32_t written = to + proposals(sequence, to);
   for (const GroupModel& group : groups) {
     const auto& table = sequence.tables[raw(group.id)];
     const auto want = [&](std::uint32_t chunk, bool frozen = false) {
@@ -110,7 +111,7 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
       case GroupModel::Kind::kFull:
       case GroupModel::Kind::kWindow:
       case GroupModel::Kind::kChunk:
-        for (std::uint32_t chunk = sequence.computed / group.tokens; chunk * group.tokens < to;
+        for (std::uint32_t chunk = sequence.computed / group.tokens; chunk * group.tokens < written;
              ++chunk)
           want(chunk);
         break;

@@ -22,8 +22,9 @@ std::uint64_t Engine::Impl::compare(const GroupModel& group, std::uint32_t chunk
                                     std::uint64_t* bytes) {
   std::uint64_t wrong = 0;
   for (std::uint32_t r = 0; r < ranks.size(); ++r) {
-    for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-      const PageShape shape = group.shape(layer, r);
+    const std::vector<PageShape>& layers = shapes[r][raw(group.id)];
+    for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
+      const PageShape& shape = layers[layer];
       const PageView page = ranks[r].memory->page(group.id, layer, block);
       expected.resize(shape.bytes());
       const PageView wanted = dense_view(shape, expected.data());
@@ -125,8 +126,9 @@ VerifyResult Engine::verify_all() const {
   e.cache.for_each([&](BlockId block, const PrefixCache::Entry& entry) {
     const GroupModel& group = e.groups[raw(entry.group)];
     for (std::uint32_t r = 0; r < e.ranks.size(); ++r) {
-      for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-        const PageShape shape = group.shape(layer, r);
+      const std::vector<PageShape>& layers = e.shapes[r][raw(entry.group)];
+      for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
+        const PageShape& shape = layers[layer];
         const PageView page = e.ranks[r].memory->page(entry.group, layer, block);
         e.expected.resize(shape.bytes());
         if (group.kind == GroupModel::Kind::kState) {

@@ -14,8 +14,9 @@ void Engine::Impl::execute(const Scheduled& work) {
     SimMemory& memory = *ranks[r].memory;
     for (const GroupModel& group : groups) {
       const auto& table = sequence.tables[raw(group.id)];
-      for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-        const PageShape shape = group.shape(layer, r);
+      const std::vector<PageShape>& layers = shapes[r][raw(group.id)];
+      for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
+        const PageShape& shape = layers[layer];
         const auto both = [&](BlockId block, auto write) {
           write(memory.page(group.id, layer, block));
           const PageView shadow = memory.shadow_page(group.id, layer, block);
@@ -57,6 +58,43 @@ void Engine::Impl::execute(const Scheduled& work) {
   stats.computed_tokens += work.to - work.from;
 }
 
+// A draft model has written its proposals behind the step's tokens: of the accepted ones what is
+// right, of the others what another token would have. Rings and states are written once it is
+// known.
+void Engine::Impl::draft(const Scheduled& work) {
+  if (work.rejected == 0) return;
+  stats.rejected_tokens += work.rejected;
+  const Sequence& sequence = *work.sequence;
+  const std::uint32_t first = work.to + work.accepted;
+  std::vector<Prefix> wrong;
+  Prefix last = sequence.trail.prefix_at(first - 1);
+  for (std::uint32_t i = 0; i < work.rejected; ++i) {
+    last = extend(last, first + i, kVocabulary + i);
+    wrong.push_back(last);
+  }
+  for (std::uint32_t r = 0; r < ranks.size(); ++r) {
+    SimMemory& memory = *ranks[r].memory;
+    for (const GroupModel& group : groups) {
+      if (group.kind == GroupModel::Kind::kState || group.kind == GroupModel::Kind::kRing) continue;
+      const auto& table = sequence.tables[raw(group.id)];
+      const std::vector<PageShape>& layers = shapes[r][raw(group.id)];
+      for (std::uint32_t at = first; at < first + work.rejected;) {
+        const std::uint32_t chunk = at / group.tokens;
+        const std::uint32_t end = std::min(first + work.rejected, (chunk + 1) * group.tokens);
+        const auto bytes = std::span(wrong).subspan(at - first, end - at);
+        for (std::uint32_t layer = 0; layer < layers.size(); ++layer) {
+          const PageView shadow = memory.shadow_page(group.id, layer, table[chunk]);
+          write_tokens(layers[layer], layer, at % group.tokens, bytes,
+                       memory.page(group.id, layer, table[chunk]));
+          if (shadow.base != nullptr)
+            write_tokens(layers[layer], layer, at % group.tokens, bytes, shadow);
+        }
+        at = end;
+      }
+    }
+  }
+}
+
 void Engine::Impl::finish(Sequence& sequence, bool aborted) {
   drop_tables(sequence);
   ++(aborted ? stats.aborted : stats.finished);
@@ -74,6 +112,7 @@ void Engine::Impl::abort_now(RequestId request) {
   std::unique_ptr<Sequence> sequence = std::move(found->second);
   sequences.erase(found);
   scheduler->finished(request, FinishReason::kAborted);
+  observer->left(request);
   std::erase(running, sequence.get());
   std::erase(waiting, sequence.get());
   if (sequence->phase != Sequence::Phase::kLoading) {

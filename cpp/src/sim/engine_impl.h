@@ -77,6 +77,8 @@ struct Scheduled {
   Sequence* sequence = nullptr;
   std::uint32_t from = 0;
   std::uint32_t to = 0;
+  std::uint32_t accepted = 0;  // drafts behind `to` that turn out right
+  std::uint32_t rejected = 0;  // and those behind them, whose bytes are of no use
 };
 
 struct Engine::Impl {
@@ -88,10 +90,12 @@ struct Engine::Impl {
   EngineObserver silent;
 
   std::vector<GroupModel> groups;
-  std::uint32_t step_tokens = 1;  // S, by our own arithmetic
-  std::uint32_t alignment = 1;    // hits of the store end on multiples of it
+  std::vector<std::vector<std::vector<PageShape>>> shapes;  // by rank, group and its layer
+  std::uint32_t step_tokens = 1;                            // S, by our own arithmetic
+  std::uint32_t alignment = 1;  // hits of the store end on multiples of it
   std::uint32_t replay = 1;
   bool has_state = false;
+  bool drafts = false;  // a hit is followed by objects that are computed anew
   BlockPool pool{2};
   PrefixCache cache;
 
@@ -137,6 +141,7 @@ struct Engine::Impl {
   void adopt_local(Sequence& sequence, std::uint32_t tokens);
   bool add_missing(Sequence& sequence, std::vector<Destination>* taken);
   bool allocate(Sequence& sequence, std::uint32_t to);
+  void draft(const Scheduled& work);
   bool allocate_load(Sequence& sequence, std::uint32_t local, std::uint32_t hit,
                      std::vector<Destination>& taken);
   void remember(Sequence& sequence, std::uint32_t from, std::uint32_t to);
@@ -148,7 +153,7 @@ struct Engine::Impl {
   std::uint32_t max_hit(std::uint32_t tokens) const;
   // Where the state at the end of the prompt is kept; 0 when hits end on whole blocks only.
   std::uint32_t checkpoint(const Sequence& sequence) const {
-    return alignment < step_tokens ? model_checkpoint(sequence.prefill, alignment) : 0;
+    return alignment < step_tokens ? model_checkpoint(sequence.prefill, alignment, drafts) : 0;
   }
   bool can_ever_fit(const Request& request) const;
   std::uint32_t target(const Sequence& sequence, std::uint32_t budget) const;
@@ -160,6 +165,7 @@ struct Engine::Impl {
   void preempt(Sequence& sequence);
   const Sequence* patient() const;
   void run(Sequence& sequence, std::uint32_t to, std::uint32_t& budget);
+  std::uint32_t proposals(const Sequence& sequence, std::uint32_t to) const;
   void first_start(Sequence& sequence, std::uint32_t local);
   void offer_states(Sequence& sequence, std::uint32_t tokens);
   void connect(Instant now);
@@ -168,6 +174,10 @@ struct Engine::Impl {
   void check_destinations(const StepPlan& plan);
 
   // Execution and loads (engine_execute.cpp).
+  void generate(Sequence& sequence) {
+    sequence.trail.append(next_token(sequence.trail.last(), kVocabulary));
+    ++stats.generated_tokens;
+  }
   void execute(const Scheduled& work);
   void settle();
   void end_load(const LoadEnd& end);

@@ -44,7 +44,9 @@ std::uint32_t Engine::Impl::target(const Sequence& sequence, std::uint32_t budge
   const std::uint32_t size = sequence.trail.size();
   std::uint32_t to = sequence.computed + std::min(size - sequence.computed, budget);
   if (!has_state || !options.aligned_steps) return to;
-  const std::uint32_t last = size - size % step_tokens;
+  // With drafts a hit ends a step earlier.
+  const std::uint32_t whole = size - size % step_tokens;
+  const std::uint32_t last = drafts ? whole - std::min(whole, step_tokens) : whole;
   if (to < last) {
     to -= to % step_tokens;
   } else if (sequence.computed < last && to > last) {
@@ -86,8 +88,22 @@ bool Engine::Impl::preempt_for(const Sequence& sequence) {
 }
 
 void Engine::Impl::run(Sequence& sequence, std::uint32_t to, std::uint32_t& budget) {
-  scheduled.push_back({&sequence, sequence.computed, to});
+  Scheduled work{&sequence, sequence.computed, to};
+  if (const std::uint32_t drafts_made = proposals(sequence, to)) {
+    // A step that accepts several tokens would pass states by.
+    const auto told = static_cast<std::uint64_t>(sequence.trail.last());
+    work.accepted = has_state ? 0 : static_cast<std::uint32_t>(told % (drafts_made + 1));
+    work.rejected = drafts_made - work.accepted;
+  }
+  scheduled.push_back(work);
   budget -= to - sequence.computed;
+}
+
+// Drafts of a step that computes up to `to`: none in a prefill, and none beyond the request's end.
+std::uint32_t Engine::Impl::proposals(const Sequence& sequence, std::uint32_t to) const {
+  if (to < sequence.trail.size()) return 0;
+  const std::uint32_t end = sequence.prompt_tokens + sequence.max_new_tokens;
+  return std::min(options.draft_tokens, end - to - 1);
 }
 
 bool Engine::Impl::schedule_running(Instant, std::uint32_t& budget) {

@@ -88,11 +88,32 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
     if (group.spec.attention_chunk_size) model.window = *group.spec.attention_chunk_size;
     model.gap_window = group.spec.rswa_window.value_or(0);
     model.replay = group.spec.replay_tokens.value_or(0);
+    if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
+      const std::uint32_t held = attention->num_kv_heads * projection.parallel().tp;
+      model.replicas = std::max(1u, held / attention->total_num_kv_heads);
+    }
+    model.family = groups.size();
+    for (std::size_t other = 0; other < groups.size() && model.stored; ++other) {
+      if (!groups[other].stored || projection.group(groups[other].id).spec != group.spec) continue;
+      model.family = other;
+      break;
+    }
+    model.draft = model.stored && group.is_eagle_group;
     model.fine = (model.kind == GroupModel::Kind::kFull || state) &&
                  projection.hit_alignment() < model.tokens;
     groups.push_back(std::move(model));
   }
+  for (GroupModel& group : groups) {
+    group.draft = std::any_of(groups.begin(), groups.end(), [&](const GroupModel& other) {
+      return other.draft && other.family == group.family;
+    });
+  }
   return groups;
+}
+
+bool model_drafts(const std::vector<GroupModel>& groups) noexcept {
+  return std::any_of(groups.begin(), groups.end(),
+                     [](const GroupModel& group) { return group.draft; });
 }
 
 std::uint32_t model_step(const std::vector<GroupModel>& groups) noexcept {

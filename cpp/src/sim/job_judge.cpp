@@ -17,12 +17,15 @@ JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection,
       clean_(clean),
       step_tokens_(step_tokens),
       hash_tokens_(projection.hash_block_size()),
+      tp_(projection.parallel().tp),
+      drafts_(model_drafts(objects_.groups())),
       held_(projection.num_blocks()),
       at_least_(projection.num_blocks()),
       at_most_(projection.num_blocks()) {
   for (const GroupModel& group : objects_.groups()) {
     if (!group.stored) continue;
     chunk_tokens_.push_back(group.tokens);
+    group_ids_.push_back(group.id);
     positional_.push_back(group.kind != GroupModel::Kind::kState);
   }
 }
@@ -48,7 +51,14 @@ void JobJudge::hash_made(std::span<const std::uint8_t> hash,
 
 void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
                          std::uint32_t local, const LookupResult& answer) {
-  if (answer.pending && (!clean_ || asked_.contains(raw(request)))) return;
+  left_.erase(raw(request));
+  if (answer.pending) {
+    if (answered_.erase(raw(request)) != 0 || !asked_at_.contains(raw(request)))
+      asked_at_[raw(request)] = now_;
+    if (!clean_ || asked_.contains(raw(request))) return;
+  } else {
+    answered_.insert(raw(request));
+  }
   if (!answer.pending && answer.external_tokens == 0 && !clean_) return;
   TokenTrail trail(hash_tokens_);
   trail.append(tokens);
@@ -56,8 +66,11 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   const std::uint32_t replay = model_replay(objects_.groups());
   const std::uint32_t alignment = objects_.alignment();
   const std::uint32_t most = size > replay ? (size - replay) / alignment * alignment : 0;
+  const std::uint32_t probed = drafts_ ? size / alignment * alignment : most;
   if (answer.pending) {
-    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most)});
+    if (!clean_ || asked_.contains(raw(request))) return;
+    asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most, probed),
+                                       objects_.shared(trail, local, probed)});
     return;
   }
   if (trace_ != nullptr) {
@@ -72,12 +85,19 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   if (answer.external_tokens > 0 && (hit > most || hit % alignment != 0)) {
     fail("hit", "a hit of " + number(hit) + " of " + number(size) + " tokens, at most " +
                     number(most) + " in steps of " + number(alignment));
-  } else if (const auto missing = objects_.missing(trail, local, hit, most)) {
-    fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) +
-                    " of them local, of which chunk " + number(missing->chunk) + " of group " +
-                    number(raw(missing->group)) + " was never stored");
+  } else if (answer.external_tokens > 0) {
+    using Behind = ObjectJudge::Behind;
+    for (const auto& missing : objects_.missing(trail, local, hit, probed, Behind::kCertain)) {
+      fail("hit", "a hit of " + number(hit) + " tokens, " + number(local) +
+                      " of them local, for which chunk " + number(missing.chunk) + " of group " +
+                      number(raw(missing.group)) + " was never stored");
+    }
   }
   if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
+    // What others store meanwhile may be seen or not.
+    const std::uint32_t shared = asked->second.shared;
+    if (shared > hit && shared == objects_.shared(trail, asked->second.local, probed))
+      junctions_[raw(request)] = shared;
     // With fewer local tokens than when it was asked, more would have to be stored.
     if (local >= asked->second.local && hit < asked->second.at_least) {
       fail("missed hit", "a hit of " + number(hit) + " tokens although " +
@@ -113,6 +133,7 @@ void JobJudge::planned(const StepPlan& plan) {
     job.kind = record.kind;
     job.planned_at = now_;
     job.generation = generations_[raw(record.request)];
+    job.named = !left_.contains(raw(record.request));
     job.hand_off = record.kind == JobKind::kSave;
     if (record.kind == JobKind::kSave && outdated_.contains(raw(record.request))) {
       fail("purge", "request " + number(raw(record.request)) +
@@ -135,11 +156,11 @@ void JobJudge::planned(const StepPlan& plan) {
                           number(plan.mark_tokens[run.first_mark + i]) +
                           " tokens that was never stored");
         }
-        if (record.kind == JobKind::kSave) {
-          std::string content(hash.begin(), hash.end());
-          content += number(raw(run.group));
-          job.pieces.push_back({run.group, run.first_chunk + i, std::move(content)});
-        }
+        std::string content(hash.begin(), hash.end());
+        content += number(raw(run.group));
+        if (record.kind == JobKind::kLoad) check_damaged(record, content);
+        job.pieces.push_back({run.group, run.first_chunk + i, plan.mark_tokens[run.first_mark + i],
+                              std::move(content)});
         if (raw(block) <= 0 || static_cast<std::size_t>(raw(block)) >= held_.size()) {
           fail("null block", "a plan names block " + std::to_string(raw(block)));
           return;
@@ -188,6 +209,7 @@ void JobJudge::load_ended(const LoadEnd& end) {
     fail("purge", "load job " + number(raw(end.job)) + " brings what a purge has made void");
   const bool present =
       job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
+  if (job != jobs_.end() && end.blocks_quiet) owe_gone(job->second, present);
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
   if (!end.complete && clean_) {
     fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
@@ -204,15 +226,31 @@ void JobJudge::purged() {
   stored_.clear();
   holes_.clear();
   asked_.clear();
+  owed_.clear();
+  owed_gone_.clear();
+  damaged_.clear();
+  purging_ = true;
   for (const auto& [job, request] : open_loads_) overtaken_loads_.insert(job);
 }
 
 void JobJudge::forget(RequestId request) {
+  junctions_.erase(raw(request));
+  asked_at_.erase(raw(request));
+  answered_.erase(raw(request));
   holes_.erase(raw(request));
   asked_.erase(raw(request));
   failed_loads_.erase(raw(request));
   outdated_.erase(raw(request));
+}
+
+void JobJudge::left(RequestId request) {
+  left_.insert(raw(request));
   ++generations_[raw(request)];
+}
+
+std::uint32_t JobJudge::junction(RequestId request) const {
+  const auto found = junctions_.find(raw(request));
+  return found == junctions_.end() ? 0 : found->second;
 }
 
 bool JobJudge::loading(RequestId request) const {

@@ -7,6 +7,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -38,15 +39,24 @@ class JobJudge final : public EngineObserver {
   void set_trace(std::vector<std::string>* trace) noexcept { trace_ = trace; }
   // A purge has begun: what was learnt of the store's content is void.
   void purged();
+  void purge_done() noexcept { purging_ = false; }
   // The request of this id has ended; a later one of the same id is another one.
   void forget(RequestId request);
+  // Where the request leaves what others have stored (W-C19); 0: nowhere, or not known for certain.
+  std::uint32_t junction(RequestId request) const;
+  // What the scheduler announces.
+  void told(const StoreChange& change);
+  // The scheduler wants an object removed that is not what was stored; `key` is its name.
+  void removing(std::string_view key);
+  // And it has been: what is stored under that name now is another one.
+  void removed(std::string_view key, bool still_there);
+  // After an event: damage that was reported leads to removals, and nothing else does.
+  std::string check_removals();
   bool loading(RequestId request) const;
   // The latest plan with a job, encoded.
   const std::vector<std::byte>& last_plan() const noexcept { return last_plan_; }
   std::uint64_t jobs() const noexcept { return jobs_.size(); }
   std::uint64_t loads() const noexcept { return num_loads_; }
-  // Damaged chunks that the scheduler has been told of in time, for requests that are there.
-  std::uint64_t mismatches() const noexcept { return mismatches_; }
 
   void hash_made(std::span<const std::uint8_t> hash,
                  std::span<const std::uint32_t> tokens) override;
@@ -55,6 +65,7 @@ class JobJudge final : public EngineObserver {
   void save_planned(RequestId request, const TokenRange& range) override;
   void planned(const StepPlan& plan) override;
   void preempted(RequestId request) override { outdated_.erase(raw(request)); }
+  void left(RequestId request) override;
   void outdated(RequestId request) override { outdated_.insert(raw(request)); }
   void load_started(RequestId request, JobId job) override;
   void load_ended(const LoadEnd& end) override;
@@ -69,7 +80,12 @@ class JobJudge final : public EngineObserver {
   struct Piece {
     StoreIndex group{};
     std::uint32_t chunk = 0;
+    std::uint32_t tokens = 0;  // of the prefix
     std::string content;
+  };
+  struct Failed {
+    std::uint32_t rank = 0;
+    FailedChunk chunk{};
   };
   // Where a save failed and was not planned again.
   struct Hole {
@@ -88,19 +104,29 @@ class JobJudge final : public EngineObserver {
     std::array<std::uint32_t, kMaxRanks> quiets{};
     std::array<bool, kMaxRanks> outcome_delivered{};
     std::array<bool, kMaxRanks> quiet_delivered{};
-    std::vector<Piece> pieces;        // of a save
-    bool whole = false;               // a rank failed as a whole
-    std::vector<FailedChunk> failed;  // on any rank
+    std::vector<Piece> pieces;
+    bool whole = false;          // a rank failed as a whole
+    bool named = true;           // its request was there when it was planned
+    std::vector<Failed> failed;  // on any rank
   };
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
+  void check_damaged(const JobRecord& record, const std::string& content);
+  void save_delivered(Job& job, bool counts, bool present);
+  void load_delivered(Job& job, bool in_time, bool present);
+  void owe_gone(const Job& job, bool present);
+  bool names_prefix(const StoreChange& change) const;
+  std::string place_name(std::size_t stored, std::uint32_t stage, std::uint32_t shard,
+                         std::string_view content) const;
 
   ObjectJudge& objects_;
   StoreSchedulerOptions options_;
   bool clean_;
   std::uint32_t step_tokens_;
   std::uint32_t hash_tokens_;
+  std::uint32_t tp_;
+  bool drafts_;
   std::vector<std::uint32_t> chunk_tokens_;  // by store index
   std::vector<bool> positional_;             // by store index
   Instant now_{};
@@ -115,7 +141,6 @@ class JobJudge final : public EngineObserver {
   std::unordered_set<std::uint64_t> ended_loads_;
   std::unordered_set<std::uint64_t> overtaken_loads_;  // by a purge
   std::uint64_t num_loads_ = 0;
-  std::uint64_t mismatches_ = 0;
   std::unordered_map<std::uint64_t, std::vector<Hole>> holes_;  // by request
   std::unordered_set<std::string> stored_;  // contents that every rank has said to have stored
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
@@ -125,9 +150,28 @@ class JobJudge final : public EngineObserver {
   struct Asked {
     std::uint32_t local = 0;
     std::uint32_t at_least = 0;
+    std::uint32_t shared = 0;
   };
   std::unordered_map<std::uint64_t, Asked>
-      asked_;                           // pending lookups, by request, and what they must find
+      asked_;  // pending lookups, by request, and what they must find
+  std::unordered_map<std::uint64_t, std::uint32_t> junctions_;  // by request
+  std::unordered_map<std::uint64_t, Instant> asked_at_;         // the question being answered
+  std::unordered_set<std::uint64_t> answered_;                  // the next question is a new one
+  std::unordered_set<std::uint64_t> left_;                      // the scheduler forgets them
+
+  // Announcements: contents that are owed one, or may have one.
+  bool purging_ = false;
+  std::unordered_map<std::string, std::int64_t> owed_;
+  std::unordered_map<std::string, std::int64_t> owed_gone_;
+  std::unordered_set<std::string> confirmed_;
+  std::unordered_set<std::string> lost_;
+  std::vector<GroupId> group_ids_;  // by store index
+
+  // Damage: what a load has told of an object of one rank.
+  std::unordered_map<std::string, Instant> damaged_;  // by content
+  std::unordered_set<std::string> must_go_;           // places, in this event
+  std::unordered_set<std::string> may_go_;
+  std::unordered_set<std::string> going_;
   std::vector<std::int64_t> held_;      // acquired and not released, by block
   std::vector<std::int64_t> at_least_;  // by jobs that may still touch the block
   std::vector<std::int64_t> at_most_;   // and by jobs whose end is not known in full

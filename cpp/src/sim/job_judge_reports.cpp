@@ -64,7 +64,7 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered[rank]) {
       job.outcome_delivered[rank] = true;
       const auto failed = report.failed_of(entry);
-      job.failed.insert(job.failed.end(), failed.begin(), failed.end());
+      for (const FailedChunk& chunk : failed) job.failed.push_back({rank, chunk});
       job.whole |= entry.outcome == JobOutcome::kFailed || entry.outcome == JobOutcome::kCancelled;
     }
     if (entry.quiet != 0) job.quiet_delivered[rank] = true;
@@ -76,29 +76,172 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
       const bool present = job.generation == generations_[raw(job.request)];
       // What the ledger has given up as a whole names no chunk.
       const bool in_time = now < job.planned_at + options_.load_timeout;
-      if (job.kind == JobKind::kLoad && in_time && present && !job.whole) {
-        for (const FailedChunk& chunk : job.failed) {
-          if (static_cast<ItemStatus>(chunk.status) == ItemStatus::kChecksumMismatch) ++mismatches_;
-        }
+      if (job.kind == JobKind::kSave) {
+        save_delivered(job, counts, present);
+      } else {
+        load_delivered(job, in_time, present);
       }
-      for (Piece& piece : job.pieces) {
-        const bool failed =
-            std::any_of(job.failed.begin(), job.failed.end(), [&](const FailedChunk& chunk) {
-              return chunk.group == piece.group && chunk.chunk == piece.chunk;
-            });
-        if (!failed && !job.whole) stored_.insert(piece.content);
-        if (failed && !job.hand_off && counts && present) {
-          holes_[raw(job.request)].push_back(
-              {piece.chunk * chunk_tokens_[raw(piece.group)], std::move(piece.content)});
-        }
-      }
-      job.pieces.clear();
     }
     for (const BlockId block : job.blocks) {
       if (quiet_now && !quiet_before) --at_least_[static_cast<std::size_t>(raw(block))];
       if (quiet_now && outcome_now && !(quiet_before && outcome_before))
         --at_most_[static_cast<std::size_t>(raw(block))];
     }
+  }
+}
+
+void JobJudge::save_delivered(Job& job, bool counts, bool present) {
+  for (Piece& piece : job.pieces) {
+    const bool failed = std::any_of(job.failed.begin(), job.failed.end(), [&](const Failed& one) {
+      return one.chunk.group == piece.group && one.chunk.chunk == piece.chunk;
+    });
+    if (!failed && !job.whole) {
+      stored_.insert(piece.content);
+      confirmed_.insert(piece.content);
+      if (options_.tell_changes && counts && job.named && !purging_) ++owed_[piece.content];
+    }
+    if (failed && !job.hand_off && counts && present) {
+      holes_[raw(job.request)].push_back(
+          {piece.chunk * chunk_tokens_[raw(piece.group)], std::move(piece.content)});
+    }
+  }
+  job.pieces.clear();
+}
+
+void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
+  for (const Failed& one : job.failed) {
+    const auto status = static_cast<ItemStatus>(one.chunk.status);
+    if (status != ItemStatus::kChecksumMismatch) continue;
+    const auto piece = std::find_if(job.pieces.begin(), job.pieces.end(), [&](const Piece& p) {
+      return p.group == one.chunk.group && p.chunk == one.chunk.chunk;
+    });
+    if (piece == job.pieces.end()) continue;
+    const std::size_t stored = raw(piece->group);
+    const std::string place =
+        place_name(stored, one.rank / tp_, objects_.shard_of(stored, one.rank % tp_),
+                   std::string_view(piece->content).substr(0, sizeof(BlockHash)));
+    may_go_.insert(place);
+    // Of one whose request has left the scheduler knows no key.
+    if (!in_time || !present || job.whole) continue;
+    must_go_.insert(place);
+    damaged_[piece->content] = now_;
+    // Whoever computes it anew stores it anew.
+    stored_.erase(piece->content);
+    // One that has begun anew goes on behind what it had saved before.
+    const bool first = std::none_of(jobs_.begin(), jobs_.end(), [&](const auto& other) {
+      return &other.second != &job && other.second.request == job.request &&
+             other.second.generation == job.generation;
+    });
+    if (first && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
+        piece->tokens % chunk_tokens_[stored] == 0) {
+      holes_[raw(job.request)].push_back({piece->chunk * chunk_tokens_[stored], piece->content});
+    }
+  }
+}
+
+// What a lookup saw and a load did not find is told to be gone.
+void JobJudge::owe_gone(const Job& job, bool present) {
+  if (!options_.tell_changes) return;
+  std::unordered_set<std::string> told;  // once, whatever ranks miss it
+  for (const Failed& one : job.failed) {
+    const auto status = static_cast<ItemStatus>(one.chunk.status);
+    if (status != ItemStatus::kMissing && status != ItemStatus::kChecksumMismatch) continue;
+    for (const Piece& piece : job.pieces) {
+      if (piece.group != one.chunk.group || piece.chunk != one.chunk.chunk) continue;
+      lost_.insert(piece.content);
+      const bool full = piece.tokens % chunk_tokens_[raw(piece.group)] == 0;
+      const bool in_time = now_ < job.planned_at + options_.load_timeout;
+      if (full && present && in_time && !job.whole && !purging_ &&
+          told.insert(piece.content).second) {
+        ++owed_gone_[piece.content];
+      }
+    }
+  }
+}
+
+bool JobJudge::names_prefix(const StoreChange& change) const {
+  BlockHash hash;
+  if (change.hash.size() != hash.size()) return false;
+  std::copy(change.hash.begin(), change.hash.end(), hash.begin());
+  const auto tokens = objects_.tokens_of(hash);
+  const std::size_t stored = static_cast<std::size_t>(
+      std::find(group_ids_.begin(), group_ids_.end(), change.group) - group_ids_.begin());
+  if (stored == group_ids_.size() || tokens.size() != change.tokens || tokens.empty()) return false;
+  const std::uint32_t size = chunk_tokens_[stored];
+  if (change.chunk != (change.tokens - 1) / size) return false;
+  const std::uint32_t length = change.tokens % size == 0 ? size : hash_tokens_;
+  if (change.parent.empty()) return change.tokens == length;
+  if (change.parent.size() != hash.size()) return false;
+  std::copy(change.parent.begin(), change.parent.end(), hash.begin());
+  const auto before = objects_.tokens_of(hash);
+  return before.size() + length == tokens.size() &&
+         std::equal(before.begin(), before.end(), tokens.begin());
+}
+
+void JobJudge::told(const StoreChange& change) {
+  const auto group = std::find(group_ids_.begin(), group_ids_.end(), change.group);
+  const std::string what = std::string(change.stored ? "stored" : "gone") + ": chunk " +
+                           number(change.chunk) + " of group " + number(raw(change.group)) +
+                           ", at " + number(change.tokens) + " tokens";
+  if (!names_prefix(change)) {
+    fail("event", "an event of no such prefix, " + what);
+    return;
+  }
+  std::string content(change.hash.begin(), change.hash.end());
+  content += number(static_cast<std::uint64_t>(group - group_ids_.begin()));
+  if (trace_ != nullptr) trace("told as " + what);
+  if (!(change.stored ? confirmed_ : lost_).contains(content))
+    fail("event", "an event of what no report said, " + what);
+  if (change.stored && purging_) fail("event", "a purge removes what is told as " + what);
+  --(change.stored ? owed_ : owed_gone_)[content];
+}
+
+std::string JobJudge::place_name(std::size_t stored, std::uint32_t stage, std::uint32_t shard,
+                                 std::string_view content) const {
+  return number(stored) + " " + number(stage) + " " + number(shard) + " " + std::string(content);
+}
+
+void JobJudge::removing(std::string_view key) {
+  ObjectPlace place;
+  const std::string wrong = objects_.read_key(key, place);
+  if (!wrong.empty()) {
+    fail("mismatch", wrong);
+    return;
+  }
+  const std::string_view hash(reinterpret_cast<const char*>(place.hash.data()), place.hash.size());
+  going_.insert(place_name(place.stored, place.stage, place.shard, hash));
+}
+
+void JobJudge::removed(std::string_view key, bool still_there) {
+  if (still_there) fail("mismatch", "a removed object is there: " + std::string(key));
+  ObjectPlace place;
+  if (!objects_.read_key(key, place).empty()) return;
+  std::string content(place.hash.begin(), place.hash.end());
+  damaged_.erase(content + number(place.stored));
+}
+
+std::string JobJudge::check_removals() {
+  std::string wrong;
+  for (const std::string& place : must_go_) {
+    if (!going_.contains(place)) wrong = "a damaged object is left in its place";
+  }
+  for (const std::string& place : going_) {
+    if (!may_go_.contains(place)) wrong = "an object is removed that no load found damaged";
+  }
+  must_go_.clear();
+  may_go_.clear();
+  going_.clear();
+  return wrong;
+}
+
+void JobJudge::check_damaged(const JobRecord& record, const std::string& content) {
+  const auto damaged = damaged_.find(content);
+  if (damaged == damaged_.end()) return;
+  const auto asked = asked_at_.find(raw(record.request));
+  if (asked == asked_at_.end() || asked->second <= damaged->second) return;
+  if (now_ < damaged->second + options_.avoid_failed_for) {
+    fail("mismatch", "load job " + number(raw(record.id)) +
+                         " names an object that was found damaged before it was asked for");
   }
 }
 
@@ -123,6 +266,14 @@ std::string JobJudge::check_ended() const {
   }
   if (!open_loads_.empty())
     return "load job " + number(open_loads_.begin()->first) + " never ended";
+  for (const auto* owed : {&owed_, &owed_gone_}) {
+    for (const auto& [content, count] : *owed) {
+      if (count > 0) {
+        return std::string("nobody was told of an object that is ") +
+               (owed == &owed_ ? "stored" : "gone");
+      }
+    }
+  }
   return "";
 }
 

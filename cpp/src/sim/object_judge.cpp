@@ -1,6 +1,7 @@
 #include "sim/object_judge.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <utility>
 
@@ -20,13 +21,18 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 
 }  // namespace
 
-ObjectJudge::ObjectJudge(std::vector<GroupModel> groups, std::uint32_t ranks,
-                         std::uint32_t alignment, std::string layout)
-    : groups_(std::move(groups)), ranks_(ranks), alignment_(alignment), layout_(std::move(layout)) {
-  for (const GroupModel& group : groups_) {
-    if (group.stored) stored_.push_back(&group);
+ObjectJudge::ObjectJudge(std::vector<GroupModel> whole, std::vector<std::vector<GroupModel>> stages,
+                         WorldShape shape)
+    : groups_(std::move(whole)), stages_(std::move(stages)), shape_(std::move(shape)) {
+  for (std::size_t g = 0; g < groups_.size(); ++g) {
+    const GroupModel& group = groups_[g];
+    if (!group.stored) continue;
+    stored_.push_back(&group);
+    if (group.family != g) continue;
+    ++families_;
+    if (group.draft && group.kind != GroupModel::Kind::kState) ++draft_families_;
   }
-  seen_.resize(stored_.size() * ranks_);
+  seen_.resize(stored_.size());
 }
 
 void ObjectJudge::learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
@@ -37,30 +43,65 @@ void ObjectJudge::learn(std::span<const std::uint8_t> hash, std::span<const std:
   if (prefix.empty()) prefix.assign(tokens.begin(), tokens.end());
 }
 
+std::string ObjectJudge::read_key(std::string_view key, ObjectPlace& place) const {
+  const char mark = shape_.vllm_keys ? '@' : '/';
+  std::string_view rest = key;
+  const auto take = [&]() {
+    const std::size_t at = rest.rfind(mark);
+    const std::string_view part = at == std::string_view::npos ? rest : rest.substr(at + 1);
+    rest = rest.substr(0, at == std::string_view::npos ? 0 : at);
+    return part;
+  };
+  const auto number_in = [&](std::string_view part, std::string_view name, std::uint32_t& out) {
+    if (!part.starts_with(name)) return false;
+    part.remove_prefix(name.size());
+    const auto end = std::from_chars(part.data(), part.data() + part.size(), out);
+    return end.ec == std::errc() && end.ptr == part.data() + part.size();
+  };
+  const std::string shown(key);
+  if (!parse_hash(take(), place.hash)) return "a key without a hash: " + shown;
+  std::uint32_t index = UINT32_MAX;
+  if (!number_in(take(), shape_.vllm_keys ? "group:" : "", index) || index >= stored_.size())
+    return "a key of no stored group: " + shown;
+  place.stored = index;
+  std::uint32_t dcp = 0;
+  std::uint32_t pcp = 0;
+  if (shape_.vllm_keys) {
+    if (!number_in(take(), "pp_rank:", place.stage) || !number_in(take(), "dcp", dcp) ||
+        !number_in(take(), "pcp", pcp) || !number_in(take(), "tp_rank:", place.shard)) {
+      return "a key of no rank: " + shown;
+    }
+  } else {
+    std::array<std::uint32_t*, 4> parts{&place.shard, &place.stage, &pcp, &dcp};
+    const std::string_view ranks = take();
+    const char* at = ranks.data();
+    for (std::uint32_t* part : parts) {
+      at = std::from_chars(at, ranks.data() + ranks.size(), *part).ptr;
+      if (at != ranks.data() + ranks.size()) ++at;
+    }
+  }
+  if (place.stage >= stages_.size() || place.shard >= shape_.tp / sharing(index) || pcp != 0 ||
+      dcp != place.shard % shape_.dcp) {
+    return "a key of no rank: " + shown;
+  }
+  return "";
+}
+
 std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> bytes) {
   ++checked_;
-  const std::size_t last = key.rfind('/');
-  const std::size_t before = last == std::string_view::npos ? last : key.rfind('/', last - 1);
-  if (before == std::string_view::npos) return "a key without group and hash: " + std::string(key);
-  BlockHash hash;
-  if (!parse_hash(key.substr(last + 1), hash)) return "a key without a hash: " + std::string(key);
-  std::uint32_t index = UINT32_MAX;
-  std::from_chars(key.data() + before + 1, key.data() + last, index);
-  if (index >= stored_.size()) return "a key of no stored group: " + std::string(key);
-  std::uint32_t rank = UINT32_MAX;
-  const std::size_t ahead = key.rfind('/', before - 1);
-  std::from_chars(key.data() + ahead + 1, key.data() + before, rank);
-  if (ahead == std::string_view::npos || rank >= ranks_)
-    return "a key of no rank: " + std::string(key);
-  const auto prefix = prefixes_.find(hash);
+  ObjectPlace place;
+  std::string wrong_key = read_key(key, place);
+  if (!wrong_key.empty()) return wrong_key;
+  const auto prefix = prefixes_.find(place.hash);
   if (prefix == prefixes_.end()) return "a key whose hash nobody made: " + std::string(key);
-  seen_[index * ranks_ + rank].insert(hash);
+  const std::uint32_t tensor_ranks = shape_.tp / sharing(place.stored);
+  seen_[place.stored][place.hash] |= 1u << (place.stage * tensor_ranks + place.shard);
 
-  const GroupModel& group = *stored_[index];
+  const GroupModel& group = stages_[place.stage][raw(stored_[place.stored]->id)];
   const std::vector<std::uint32_t>& tokens = prefix->second;
   const std::string what =
       "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
-  if (tokens.size() % (group.fine ? alignment_ : group.tokens) != 0)
+  if (tokens.size() % (group.fine ? shape_.alignment : group.tokens) != 0)
     return "an object of " + what + ", which ends no block: " + std::string(key);
   std::uint64_t size = 0;
   for (const std::uint64_t page : group.page_bytes) size += page;
@@ -77,7 +118,7 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   // What lies behind the last token of the prefix, or pads a page, may be anything.
   expected_.assign(bytes.begin(), bytes.end());
   for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-    const PageShape shape = group.shape(layer, rank);
+    const PageShape shape = group.shape(layer, place.shard * sharing(place.stored));
     const PageView page = page_in_object(group, layer, expected_.data());
     if (group.kind == GroupModel::Kind::kState) {
       write_state(shape, layer, state, page.base);
@@ -98,11 +139,11 @@ PageView ObjectJudge::page_in_object(const GroupModel& group, std::uint32_t laye
   std::uint64_t before = 0;
   for (std::uint32_t l = 0; l < layer; ++l) before += group.page_bytes[l];
   PageView page = dense_view(shape, object + before);
-  if (layout_.find('N') < layout_.find('H')) {
+  if (shape_.layout.find('N') < shape_.layout.find('H')) {
     page.head_stride = shape.content;
     page.slot_stride = std::uint64_t{shape.content} * shape.heads;
   }
-  if (layout_.find('H') < layout_.find('L')) {
+  if (shape_.layout.find('H') < shape_.layout.find('L')) {
     // Every layer of one head, and then of the next; all layers have as many heads.
     page.head_stride = 0;
     for (const PageShape& other : group.shapes)
@@ -124,10 +165,13 @@ bool ObjectJudge::seen(StoreIndex group, std::span<const std::uint8_t> hash) con
 }
 
 bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
-  for (std::size_t rank = 0; rank < ranks_; ++rank) {
-    if (!seen_[stored * ranks_ + rank].contains(hash)) return false;
-  }
-  return true;
+  const auto found = seen_[stored].find(hash);
+  return found != seen_[stored].end() && found->second == (1u << shards(stored)) - 1;
+}
+
+std::span<const std::uint32_t> ObjectJudge::tokens_of(const BlockHash& hash) const {
+  const auto found = prefixes_.find(hash);
+  return found == prefixes_.end() ? std::span<const std::uint32_t>() : found->second;
 }
 
 bool ObjectJudge::has_chunk(std::size_t stored, const TokenTrail& trail, std::uint32_t chunk,
@@ -137,32 +181,82 @@ bool ObjectJudge::has_chunk(std::size_t stored, const TokenTrail& trail, std::ui
   if (end <= tokens) return seen(stored, trail.hash_of(end));
   const bool state = group.kind == GroupModel::Kind::kState;
   const std::uint32_t last = state ? tokens : std::max(tokens, std::min(end, most));
-  for (std::uint32_t mark = tokens; mark <= last; mark += alignment_) {
+  for (std::uint32_t mark = tokens; mark <= last; mark += shape_.alignment) {
     if (seen(stored, trail.hash_of(mark))) return true;
   }
   return false;
 }
 
-std::optional<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail,
-                                                         std::uint32_t local, std::uint32_t tokens,
-                                                         std::uint32_t most) const {
-  for (std::size_t s = 0; s < stored_.size(); ++s) {
-    const GroupModel& group = *stored_[s];
-    for (std::uint32_t chunk = group.first_needed(tokens); chunk < group.chunks(tokens); ++chunk) {
-      if ((chunk + 1) * group.tokens <= local) continue;
-      if (!has_chunk(s, trail, chunk, tokens, most)) return Missing{group.id, chunk};
-    }
-  }
-  return std::nullopt;
+// A draft's hit is followed by the object of the next unit, up to a block.
+bool ObjectJudge::lacks_behind(std::size_t stored, const TokenTrail& trail, std::uint32_t tokens,
+                               std::uint32_t most, Behind behind, std::uint32_t& chunk) const {
+  const GroupModel& group = *stored_[stored];
+  if (behind == Behind::kNothing || !group.draft || group.kind == GroupModel::Kind::kState)
+    return false;
+  const bool prefix = group.kind == GroupModel::Kind::kFull;
+  // With several of them, one may have shown its object behind a longer prefix.
+  if (behind == Behind::kCertain && !prefix && draft_families_ > 1) return false;
+  const std::uint32_t end = tokens + (group.fine ? shape_.alignment : group.tokens);
+  chunk = tokens / group.tokens;
+  if (group.kind == GroupModel::Kind::kChunk && group.first_needed(end) > chunk) return false;
+  if (end > most) return true;
+  return !has_chunk(stored, trail, chunk, end, behind == Behind::kAll ? end : most);
 }
 
-std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local,
-                                   std::uint32_t most) const {
-  for (std::uint32_t tokens = most - most % alignment_; tokens > local; tokens -= alignment_) {
-    // Groups of equal specs are searched as one: what only some have of longer objects is no use.
-    if (!missing(trail, local, tokens, tokens)) return tokens;
+bool ObjectJudge::lacks(std::size_t stored, const TokenTrail& trail, std::uint32_t local,
+                        std::uint32_t tokens, std::uint32_t most, Behind behind,
+                        std::uint32_t& chunk) const {
+  const GroupModel& group = *stored_[stored];
+  for (chunk = group.first_needed(tokens); chunk < group.chunks(tokens); ++chunk) {
+    if ((chunk + 1) * group.tokens <= local) continue;
+    if (!has_chunk(stored, trail, chunk, tokens, most)) return true;
+  }
+  return lacks_behind(stored, trail, tokens, most, behind, chunk);
+}
+
+std::vector<ObjectJudge::Missing> ObjectJudge::missing(const TokenTrail& trail, std::uint32_t local,
+                                                       std::uint32_t tokens, std::uint32_t most,
+                                                       Behind behind) const {
+  std::vector<Missing> all;
+  for (std::size_t s = 0; s < stored_.size(); ++s) {
+    std::uint32_t chunk = 0;
+    if (lacks(s, trail, local, tokens, most, behind, chunk)) all.push_back({stored_[s]->id, chunk});
+  }
+  return all;
+}
+
+std::uint32_t ObjectJudge::longest(const TokenTrail& trail, std::uint32_t local, std::uint32_t most,
+                                   std::uint32_t probed) const {
+  // A single family keeps to the bound with its object behind a hit.
+  if (families_ == 1) probed = most;
+  for (std::uint32_t tokens = most - most % shape_.alignment; tokens > local;
+       tokens -= shape_.alignment) {
+    bool all = true;
+    for (std::size_t s = 0; s < stored_.size() && all; ++s) {
+      std::uint32_t chunk = 0;
+      // Groups of equal specs are searched as one: what only some have of longer objects is no use.
+      all = !lacks(s, trail, local, tokens, tokens, Behind::kNothing, chunk) &&
+            !lacks_behind(s, trail, tokens, probed, Behind::kAll, chunk);
+    }
+    if (all) return tokens;
   }
   return local;
+}
+
+std::uint32_t ObjectJudge::shared(const TokenTrail& trail, std::uint32_t local,
+                                  std::uint32_t most) const {
+  std::uint32_t shared = most - most % shape_.step;
+  bool any = false;
+  for (std::size_t s = 0; s < stored_.size(); ++s) {
+    const GroupModel& group = *stored_[s];
+    if (group.kind != GroupModel::Kind::kFull) continue;
+    any = true;
+    for (std::uint32_t chunk = local / group.tokens; chunk < shared / group.tokens; ++chunk) {
+      if (!seen(s, trail.hash_of((chunk + 1) * group.tokens)))
+        shared = chunk * group.tokens / shape_.step * shape_.step;
+    }
+  }
+  return any ? shared : 0;
 }
 
 }  // namespace kvprism::sim

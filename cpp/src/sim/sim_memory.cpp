@@ -41,7 +41,8 @@ void SimMemory::place(const Projection& projection, const SimMemoryOptions& opti
   for (const GroupModel& group : model_groups(projection)) {
     std::vector<Page>& pages = pages_[pages_.push_back({})];
     for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-      const PageShape& shape = group.shapes[layer];
+      PageShape shape = group.shapes[layer];
+      if (!options.first_layers.empty()) shape.first_layer = options.first_layers[raw(group.id)];
       Page page{shape, group.page_bytes[layer], shape.positions};
       const bool whole = page.bytes == shape.bytes() && !(splits_heads_ && layout[0] == 'B');
       if (options.kernel_blocks && whole && shape.positions % 2 == 0) page.kernel_slots /= 2;

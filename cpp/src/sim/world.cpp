@@ -15,6 +15,27 @@ KeyFacts facts() {
   return facts;
 }
 
+// Its layers count from the whole model's first one.
+std::vector<GroupModel> model_stage(const Projection& projection, const StageConfig& stage) {
+  std::vector<GroupModel> groups = model_groups(projection);
+  for (GroupModel& group : groups) {
+    for (PageShape& shape : group.shapes) shape.first_layer = stage.first_layers[raw(group.id)];
+  }
+  return groups;
+}
+
+ObjectJudge judge_of(const Projection& whole, const WorldConfig& config) {
+  std::vector<std::vector<GroupModel>> stages;
+  for (const StageConfig& stage : config.stages) {
+    stages.push_back(model_stage(*Projection::make(stage.cache, SpecRegistry::builtin()), stage));
+  }
+  std::vector<GroupModel> groups = model_groups(whole);
+  const std::uint32_t step = model_step(groups);
+  return {std::move(groups), std::move(stages),
+          WorldShape{config.cache.parallel.tp, config.cache.parallel.dcp, whole.hit_alignment(),
+                     step, whole.kv_layout(), config.cache.key_schema == "vllm"}};
+}
+
 }  // namespace
 
 WorldRun::WorldRun(const WorldOptions& options)
@@ -22,11 +43,14 @@ WorldRun::WorldRun(const WorldOptions& options)
       config_(make_world_config(options.seed)),
       random_(options.seed ^ 0x776f726c64ull),
       projection_(Projection::make(config_.cache, SpecRegistry::builtin())),
-      schema_(KeySchema::kvprism(projection_, facts())),
+      schema_(KeySchema::make(projection_, facts())),
       pool_(std::make_shared<MemoryPool>(config_.pool)),
-      objects_(model_groups(*projection_), config_.cache.parallel.tp, projection_->hit_alignment(),
-               projection_->kv_layout()),
+      objects_(judge_of(*projection_, config_)),
       step_tokens_(model_step(objects_.groups())) {
+  for (const StageConfig& stage : config_.stages) {
+    stages_.push_back(
+        KeySchema::make(Projection::make(stage.cache, SpecRegistry::builtin()), facts()));
+  }
   if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
   fit_prompts();
   for (std::uint32_t family = 0; family < config_.families; ++family) {
@@ -35,6 +59,8 @@ WorldRun::WorldRun(const WorldOptions& options)
   }
   result_.config = config_.describe();
   result_.totals.clean_worlds = config_.clean ? 1 : 0;
+  if (config_.stages.size() > 1) count(WorldFault::kStages);
+  if (config_.cache.key_schema == "vllm") count(WorldFault::kVllmKeys);
 }
 
 WorldResult WorldRun::run() {

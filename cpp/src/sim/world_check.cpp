@@ -18,19 +18,24 @@ void WorldRun::check() {
   }
   if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
   check_purge();
-  // Of one whose request has just been aborted the scheduler knows no key.
-  if (life_.judge->mismatches() >= 4 && life_.scheduler->counters().mismatches == 0)
-    fail("mismatch", "a damaged object is left in its place");
+  const std::string removals = life_.judge->check_removals();
+  if (!removals.empty()) fail("mismatch", removals);
   const std::string references = life_.judge->check_references();
   if (!references.empty()) fail("references", references);
   version_ = pool_->for_each_new_object_since(
       version_, [&](std::string_view key, std::span<const std::byte> bytes) {
         const std::string wrong = objects_.check(key, bytes);
         if (!wrong.empty()) fail("object", wrong);
+        if (life_.watch->took_away(key)) count(WorldFault::kObjectReplaced);
         if (!config_.erase_objects) return;
         if (keys_.size() < 128) keys_.emplace_back();
         keys_[random_.below(keys_.size())] = key;
       });
+  changes_.clear();
+  life_.scheduler->take_changes(changes_);
+  count(WorldFault::kAnnounced, changes_.size());
+  for (const StoreChange& change : changes_) life_.judge->told(change);
+  if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
   if (event_ % 128 == 0) verify();
 }
 
@@ -38,6 +43,7 @@ void WorldRun::check() {
 void WorldRun::check_purge() {
   if (!purging_ || life_.scheduler->purge_status().active()) return;
   purging_ = false;
+  life_.judge->purge_done();
   count(WorldFault::kPurged);
   objects_.forget_stored();
   pool_->for_each_object([&](std::string_view key, std::span<const std::byte>) {
@@ -98,27 +104,68 @@ void WorldRun::drain() {
   for (const Completed& done : completed_) check_stored(done);
 }
 
+// What a finished request has computed must be there for whoever comes next.
 void WorldRun::check_stored(const Completed& done) {
   TokenTrail trail(projection_->hash_block_size());
   trail.append(done.tokens);
-  const std::uint32_t computed = trail.size() - 1;
-  const bool partial = objects_.alignment() < step_tokens_;
+  // Drafts that the last step accepts are told to nobody; with states there are none.
+  const bool states =
+      std::any_of(objects_.groups().begin(), objects_.groups().end(),
+                  [](const GroupModel& group) { return group.kind == GroupModel::Kind::kState; });
+  const std::uint32_t untold = states ? 0 : config_.engine.draft_tokens;
+  const std::uint32_t computed = trail.size() - 1 - std::min(trail.size() - 1, untold);
+  const bool drafts = model_drafts(objects_.groups());
+  const std::uint32_t behind = drafts ? step_tokens_ : 0;  // an object that proves the prefix
+  const std::uint32_t steps = computed - computed % step_tokens_;
+  const std::uint32_t last = steps - std::min(steps, behind);
+  const auto retention = projection_->retention_interval();
+  const auto before = [&](std::uint32_t tokens) {
+    const std::uint32_t whole = tokens - tokens % step_tokens_;
+    return whole - std::min(whole, behind);
+  };
+  // Where a prefill stops for its state.
+  const std::uint32_t stop = drafts ? (done.prompt == 0 ? 0 : before(done.prompt)) : steps;
+  check_stored(done, trail, last, {.windows = !retention, .states = last == stop});
+  if (objects_.alignment() < step_tokens_)
+    check_stored(done, trail, model_checkpoint(done.prompt, objects_.alignment(), drafts),
+                 {.windows = true, .states = true});
+  // Of a request that has started more than once it is not known here what it was looked up for.
+  if (!retention || done.prompt == 0) return;
+  if (done.junction != 0) count(WorldFault::kJunction);
+  const Asked windows{.windows = true, .states = false};
+  if (*retention != 0) check_stored(done, trail, last - last % *retention, windows);
+  // The same prompt again, a longer one, and one that leaves it where this one left another.
   for (const std::uint32_t end :
-       {computed - computed % step_tokens_,
-        partial ? model_checkpoint(done.prompt, objects_.alignment()) : 0}) {
-    const auto missing = objects_.missing(trail, 0, end, end);
-    if (!missing) continue;
-    // A request that leaves before its next step never offers its last state, and long steps
-    // pass states by.
-    const GroupModel& group = objects_.groups()[raw(missing->group)];
+       {before(done.prompt - 1), drafts ? before(done.prompt) : 0, before(done.junction)}) {
+    if (end <= last) check_stored(done, trail, end, windows);
+  }
+}
+
+void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std::uint32_t end,
+                            const Asked& asked) {
+  if (end == 0) return;
+  using Behind = ObjectJudge::Behind;
+  const std::uint32_t most = trail.num_hashes() * projection_->hash_block_size() /
+                             objects_.alignment() * objects_.alignment();
+  for (const auto& missing : objects_.missing(trail, 0, end, most, Behind::kStored)) {
+    const GroupModel& group = objects_.groups()[raw(missing.group)];
+    if (group.kind == GroupModel::Kind::kWindow && !asked.windows) continue;
+    // Accepted drafts carry a request past the end of an attention chunk, whose blocks are gone
+    // then.
+    if (group.kind == GroupModel::Kind::kChunk && config_.engine.draft_tokens != 0) continue;
+    // A request that leaves before its next step never offers its last state, and long steps pass
+    // states by.
     const bool state = group.kind == GroupModel::Kind::kState;
+    if (state &&
+        (!asked.states || config_.engine.offer_states_late || !config_.engine.aligned_steps))
+      continue;
     // Nor are generated tokens whose blocks are gone before a step is full.
-    if (group.gap_window != 0 && missing->chunk >= group.chunks(done.size)) continue;
-    if (state && (config_.engine.offer_states_late || !config_.engine.aligned_steps)) continue;
-    fail("not stored",
-         "a request of " + std::to_string(computed) + " computed tokens is not stored up to " +
-             std::to_string(end) + ": group " + std::to_string(raw(missing->group)) + ", chunk " +
-             std::to_string(missing->chunk) + " of request " + std::to_string(raw(done.id)));
+    if (group.gap_window != 0 && missing.chunk >= group.chunks(done.size)) continue;
+    fail("not stored", "a request of " + std::to_string(trail.size() - 1) +
+                           " computed tokens is not stored up to " + std::to_string(end) +
+                           ": group " + std::to_string(raw(missing.group)) + ", chunk " +
+                           std::to_string(missing.chunk) + " of request " +
+                           std::to_string(raw(done.id)));
   }
 }
 

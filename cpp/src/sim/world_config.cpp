@@ -6,6 +6,9 @@
 #include <utility>
 #include <variant>
 
+#include "kvprism/group/projection.h"
+#include "sim/world_stages.h"
+
 namespace kvprism::sim {
 namespace {
 
@@ -217,6 +220,76 @@ CacheConfig cache_config(SeededRandom& random) {
   return config;
 }
 
+// A cache that the reference's connector stores soundly: stored groups of one shape that overlay
+// each other layer by layer, without a gap.
+CacheConfig vllm_config(SeededRandom& random) {
+  CacheConfig config;
+  config.key_schema = "vllm";
+  config.kv_layout =
+      pick(random, std::array<std::string, 5>{"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC"});
+  config.num_blocks = static_cast<std::uint32_t>(random.between(24, 64));
+  config.parallel.tp = pick(random, std::array{1u, 2u, 2u, 4u});
+  const bool latent = random.chance(1, 3);
+  const std::uint32_t heads = latent ? 1 : pick(random, std::array{1u, 2u, 4u});
+  config.model_total_kv_heads = heads;
+  const std::uint32_t block = pick(random, std::array{4u, 8u, 16u});
+  AttentionPayload payload;
+  payload.num_kv_heads = std::max(1u, heads / config.parallel.tp);
+  payload.total_num_kv_heads = heads;
+  payload.head_size = 2;
+  payload.head_size_v = latent ? 0 : static_cast<std::uint32_t>(2 * random.below(2));
+  payload.dtype = pick(random, std::array{DType::kFloat16, DType::kInt8, DType::kFloat32});
+  const std::uint64_t layers = random.between(2, 3);
+  const auto add = [&](const std::string& kind) {
+    GroupConfig& group = config.groups.emplace_back();
+    group.spec.kind = kind;
+    group.spec.block_size = block;
+    group.spec.payload = payload;
+    if (kind.starts_with("sliding_window"))
+      group.spec.sliding_window = static_cast<std::uint32_t>(random.between(2, 3 * block));
+    if (kind == "circular_buffer")
+      group.spec.block_size = static_cast<std::uint32_t>(random.between(3, block));
+    const std::string name = kind.substr(0, 1) + std::to_string(config.groups.size()) + ".";
+    for (std::uint64_t layer = 0; layer < layers; ++layer)
+      group.layers.push_back(name + std::to_string(layer));
+  };
+  for (std::uint64_t more = random.between(1, 2); more > 0; --more)
+    add(latent ? "mla_attention" : "full_attention");
+  for (std::uint64_t more = random.below(3); more > 0; --more)
+    add(latent ? "sliding_window_mla" : "sliding_window");
+  if (random.chance(1, 2)) add("circular_buffer");
+  for (std::size_t i = config.groups.size(); i > 1; --i)
+    std::swap(config.groups[i - 1], config.groups[random.below(i)]);
+  config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
+  return config;
+}
+
+// What some engines tell of the whole cache: drafts, retention, stages.
+void add_engine_facts(SeededRandom& random, CacheConfig& config) {
+  if (random.chance(1, 4)) {
+    for (GroupConfig& group : config.groups) group.is_eagle_group = random.chance(1, 2);
+    if (random.chance(1, 3)) config.use_eagle = random.chance(3, 4);
+  }
+  if (random.chance(1, 3)) {
+    const std::uint32_t step =
+        Projection::make(config, SpecRegistry::builtin())->scheduler_block_size();
+    config.prefix_cache_retention_interval = static_cast<std::uint32_t>(random.below(4)) * step;
+  }
+  if (config.parallel.tp == 1) config.parallel.pp = pick(random, std::array{1u, 1u, 1u, 2u, 3u});
+  if (config.parallel.tp == 2) config.parallel.pp = pick(random, std::array{1u, 1u, 2u});
+}
+
+// A window keeps as much longer as drafts may be accepted at once.
+void allow_drafts(SeededRandom& random, WorldConfig& config) {
+  if (!random.chance(1, 3)) return;
+  config.engine.draft_tokens = static_cast<std::uint32_t>(random.between(1, 3));
+  for (GroupConfig& group : config.cache.groups) {
+    if (!first_spec(group).sliding_window) continue;
+    change_specs(group,
+                 [&](CacheSpec& spec) { spec.extra_retained_tokens = config.engine.draft_tokens; });
+  }
+}
+
 // A few kinds of fault at a time, so that each of them meets an otherwise working house as well.
 FaultPlan fault_plan(SeededRandom& random) {
   FaultPlan plan;
@@ -244,7 +317,10 @@ std::string dashes(bool value, const std::string& word) { return value ? ", " + 
 WorldConfig make_world_config(std::uint64_t seed) {
   SeededRandom random(seed * 0x9e3779b97f4a7c15ull + 0x5eed);
   WorldConfig config;
-  config.cache = cache_config(random);
+  config.cache = random.chance(1, 8) ? vllm_config(random) : cache_config(random);
+  add_engine_facts(random, config.cache);
+  allow_drafts(random, config);
+  config.stages = cut_into_stages(random, config.cache);
   config.clean = random.chance(1, 4);
 
   config.engine.local_cache = random.chance(1, 2);
@@ -255,6 +331,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.engine.aligned_steps = random.chance(3, 4);
 
   StoreSchedulerOptions& scheduler = config.scheduler;
+  scheduler.tell_changes = random.chance(1, 2);
   scheduler.lookup_timeout = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
   scheduler.lookup_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(10, 200)));
   scheduler.load_timeout = milliseconds(static_cast<std::int64_t>(random.between(15, 200)));
@@ -288,6 +365,10 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.memory.shadow = true;
   config.memory.split_tensors = random.chance(1, 3);
   config.memory.kernel_blocks = random.chance(1, 3);
+  if (config.cache.key_schema == "vllm") {
+    config.memory.guard_bytes = 0;
+    config.memory.split_tensors = config.memory.kernel_blocks = false;
+  }
   config.max_requests = static_cast<std::uint32_t>(random.between(2, 8));
   config.max_prompt = static_cast<std::uint32_t>(random.between(40, 140));
   config.max_new_tokens = static_cast<std::uint32_t>(random.between(1, 30));
@@ -311,6 +392,7 @@ std::string WorldConfig::describe() const {
   std::string text =
       std::to_string(cache.num_blocks) + " blocks" +
       (cache.parallel.tp > 1 ? ", " + std::to_string(cache.parallel.tp) + " ranks" : "") +
+      (cache.parallel.pp > 1 ? ", " + std::to_string(cache.parallel.pp) + " stages" : "") +
       (cache.parallel.dcp > 1 ? " that share tokens:" : ":");
   text += " " + cache.kv_layout;
   for (const GroupConfig& group : cache.groups) {
@@ -327,16 +409,22 @@ std::string WorldConfig::describe() const {
     if (spec.rswa_window) text += " window " + std::to_string(*spec.rswa_window);
     if (spec.replay_tokens) text += " replay " + std::to_string(*spec.replay_tokens);
     if (!group.enable_kv_transfer) text += " not transferred";
+    if (group.is_eagle_group) text += " draft";
     text += ")x" + std::to_string(group.layers.size());
   }
   if (cache.cache_hit_alignment_tokens) {
     text += "; hits in steps of " + std::to_string(*cache.cache_hit_alignment_tokens);
   }
+  if (cache.use_eagle) text += *cache.use_eagle ? "; drafts" : "; no drafts";
+  if (cache.prefix_cache_retention_interval)
+    text += "; retention " + std::to_string(*cache.prefix_cache_retention_interval);
+  if (engine.draft_tokens != 0) text += "; proposes " + std::to_string(engine.draft_tokens);
   text += "; budget " + std::to_string(engine.token_budget) + ", running " +
           std::to_string(engine.max_running);
   text += dashes(memory.split_tensors, "split tensors") +
           dashes(memory.kernel_blocks, "kernel blocks") +
-          dashes(engine.local_cache, "local cache") +
+          dashes(engine.local_cache, "local cache") + dashes(scheduler.tell_changes, "events") +
+          dashes(cache.key_schema == "vllm", "keys of vllm") +
           dashes(engine.offer_states_late, "late offers") +
           dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +

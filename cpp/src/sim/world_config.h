@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "backend/seeded_random.h"
 #include "kvprism/backend/fault_injection.h"
@@ -15,8 +16,15 @@
 
 namespace kvprism::sim {
 
-struct WorldConfig {
+// What a pipeline stage holds.
+struct StageConfig {
   CacheConfig cache;
+  std::vector<std::uint32_t> first_layers;  // by group: layers of the stages before it
+};
+
+struct WorldConfig {
+  CacheConfig cache;  // of the whole model
+  std::vector<StageConfig> stages;
   EngineOptions engine;
   StoreSchedulerOptions scheduler;
   StoreWorkerOptions worker;

@@ -178,6 +178,7 @@ void WorldRun::take_finished() {
   for (FinishedRequest& request : finished_) {
     std::erase(live_, request.id);
     std::erase(leaving_, request.id);
+    const std::uint32_t junction = life_.judge->junction(request.id);
     life_.judge->forget(request.id);
     if (request.rejected) continue;
     // Their jobs may still be running.
@@ -188,7 +189,8 @@ void WorldRun::take_finished() {
     if (request.aborted) continue;
     // One that was preempted has started again somewhere else.
     const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
-    if (config_.clean) completed_.push_back({request.id, tokens, prompt, request.prompt_tokens});
+    if (config_.clean)
+      completed_.push_back({request.id, tokens, prompt, request.prompt_tokens, junction});
     if (turns_.size() < 16) turns_.emplace_back();
     turns_[random_.below(turns_.size())] = std::move(tokens);
   }

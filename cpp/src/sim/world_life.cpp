@@ -13,8 +13,13 @@ constexpr std::uint64_t kReplayedSeeds = 16;  // one in so many is repeated from
 void WorldRun::start_life() {
   life_.epoch = random_.next() | 1;
   std::vector<EngineRank> ranks;
-  for (std::uint32_t r = 0; r < config_.cache.parallel.tp; ++r) {
-    const auto memory = std::make_shared<SimMemory>(*projection_, config_.memory);
+  const ParallelSizes& parallel = config_.cache.parallel;
+  for (std::uint32_t r = 0; r < parallel.world(); ++r) {
+    const std::uint32_t stage = r / parallel.tp;
+    const std::shared_ptr<const KeySchema>& schema = stages_[stage];
+    SimMemoryOptions own = config_.memory;
+    own.first_layers = config_.stages[stage].first_layers;
+    const auto memory = std::make_shared<SimMemory>(schema->projection(), own);
     config_.faults.seed = random_.next();
     const auto injector = std::make_shared<FaultInjector>(
         std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
@@ -23,14 +28,16 @@ void WorldRun::start_life() {
     life_.memories.push_back(memory);
     life_.injectors.push_back(injector);
     life_.workers.push_back(std::make_shared<StoreWorker>(
-        schema_, SegmentMap::make(projection_, memory->tensors()), injector, worker));
+        schema, SegmentMap::make(schema->projection().shared_from_this(), memory->tensors()),
+        injector, worker));
     ranks.push_back({life_.workers.back(), memory});
   }
   config_.faults.seed = random_.next();
   life_.index = std::make_shared<FaultInjector>(
       nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
+  life_.watch = std::make_shared<RemovalWatch>(life_.index, *pool_);
   config_.scheduler.epoch = life_.epoch;
-  config_.scheduler.ranks = config_.cache.parallel.tp;
+  config_.scheduler.ranks = parallel.world();
   recording_.clear();
   if (options_.seed % kReplayedSeeds == 0) {
     config_.scheduler.record = {[](void* to, std::span<const std::byte> more) {
@@ -40,10 +47,11 @@ void WorldRun::start_life() {
                                 },
                                 &recording_};
   }
-  life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.index, config_.scheduler);
+  life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.watch, config_.scheduler);
   life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler, config_.clean,
                                            step_tokens_);
   life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
+  life_.watch->set_judge(life_.judge.get());
   life_.judge->set_now(now_);
   life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks),
                                           config_.engine, life_.judge.get());
@@ -92,6 +100,7 @@ void WorldRun::end_life(bool drained) {
   add_faults(*life_.index);
   for (const auto& injector : life_.injectors) add_faults(*injector);
   count(WorldFault::kPreemption, stats.preemptions);
+  count(WorldFault::kDraftRejected, stats.rejected_tokens);
   count(WorldFault::kDetachedLoad, stats.loads_detached);
   count(WorldFault::kPartialLoad, stats.loads_partial);
   count(WorldFault::kObjectRemoved, life_.scheduler->counters().objects_removed);

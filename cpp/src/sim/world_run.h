@@ -12,6 +12,7 @@
 #include "kvprism/sim/world.h"
 #include "sim/job_judge.h"
 #include "sim/object_judge.h"
+#include "sim/removal_watch.h"
 #include "sim/world_config.h"
 
 namespace kvprism::sim {
@@ -25,6 +26,7 @@ struct Life {
   std::vector<std::shared_ptr<SimMemory>> memories;       // by rank
   std::vector<std::shared_ptr<FaultInjector>> injectors;  // by rank
   std::shared_ptr<FaultInjector> index;
+  std::shared_ptr<RemovalWatch> watch;  // over the index
   std::shared_ptr<StoreScheduler> scheduler;
   std::vector<std::shared_ptr<StoreWorker>> workers;  // by rank
   std::unique_ptr<JobJudge> judge;
@@ -39,8 +41,9 @@ struct HeldReport {
 struct Completed {
   RequestId id{};
   std::vector<std::uint32_t> tokens;
-  std::uint32_t prompt = 0;  // tokens; 0 when it has started more than once
-  std::uint32_t size = 0;    // tokens of the prompt
+  std::uint32_t prompt = 0;    // tokens; 0 when it has started more than once
+  std::uint32_t size = 0;      // tokens of the prompt
+  std::uint32_t junction = 0;  // where it left what others had stored; 0: unknown
 };
 
 class WorldRun {
@@ -86,7 +89,14 @@ class WorldRun {
   void verify();
   bool drained() const;
   void drain();
+  // Of which groups a prefix is wanted, beside those that need all of it.
+  struct Asked {
+    bool windows = false;
+    bool states = false;
+  };
   void check_stored(const Completed& done);
+  void check_stored(const Completed& done, const TokenTrail& trail, std::uint32_t end,
+                    const Asked& asked);
 
   const WorldOptions options_;
   WorldConfig config_;
@@ -97,6 +107,7 @@ class WorldRun {
 
   std::shared_ptr<const Projection> projection_;
   std::shared_ptr<const KeySchema> schema_;
+  std::vector<std::shared_ptr<const KeySchema>> stages_;  // by pipeline stage, of its layers
   std::shared_ptr<MemoryPool> pool_;
   ObjectJudge objects_;
   const std::uint32_t step_tokens_;
@@ -120,6 +131,7 @@ class WorldRun {
   std::deque<RequestId> past_;      // ended lately
   std::vector<FinishedRequest> finished_;
   std::vector<std::string> keys_;
+  std::vector<StoreChange> changes_;
   bool purging_ = false;
   std::vector<std::byte> recording_;
 };

@@ -30,6 +30,12 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "purge",
                                                                "purge done",
                                                                "object removed",
+                                                               "object replaced",
+                                                               "draft rejected",
+                                                               "announced",
+                                                               "windows kept",
+                                                               "several stages",
+                                                               "keys of vllm",
                                                                "run repeated"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";

@@ -51,6 +51,7 @@ struct PageShape {
   std::uint32_t states_per_token = 1;
   std::uint32_t context_ranks = 1;
   std::uint32_t context_rank = 0;
+  std::uint32_t first_layer = 0;  // of a pipeline stage: the group's layers before it
 
   std::uint64_t bytes() const noexcept { return std::uint64_t{heads} * positions * content; }
   std::uint32_t tokens() const noexcept {
@@ -79,7 +80,8 @@ struct PageView {
 // Heads, then positions, then content, without gaps.
 PageView dense_view(const PageShape& shape, std::byte* page) noexcept;
 
-// Writes one position of one layer's page, all heads. `slot` is its place in the page.
+// Writes one position of one layer's page, all heads; layers count from the stage's first. `slot`
+// is its place in the page.
 void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,
                     const PageView& page) noexcept;
 void write_position(const PageShape& shape, std::uint32_t layer, std::uint32_t slot, Prefix prefix,

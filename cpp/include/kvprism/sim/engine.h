@@ -29,6 +29,9 @@ struct EngineOptions {
       true;  // until the load ends; false: only the job's references hold them
   bool offer_states_late = false;  // in the step after the one that computes them
   bool aligned_steps = true;       // a prefill step ends where a state can be kept; false: anywhere
+  // Tokens that a draft model proposes in each decoding step. Some of them are accepted, and the
+  // bytes of the others are overwritten later. Windows must retain as many.
+  std::uint32_t draft_tokens = 0;
 };
 
 struct Request {
@@ -69,6 +72,7 @@ struct EngineStats {
   std::uint64_t external_hit_tokens = 0;  // delivered
   std::uint64_t computed_tokens = 0;
   std::uint64_t generated_tokens = 0;
+  std::uint64_t rejected_tokens = 0;  // that a draft model proposed
   std::uint64_t loads_complete = 0;
   std::uint64_t loads_partial = 0;
   std::uint64_t loads_detached = 0;

@@ -25,6 +25,8 @@ class EngineObserver {
   virtual void save_planned(RequestId, const TokenRange&) {}
   virtual void planned(const StepPlan&) {}
   virtual void preempted(RequestId) {}
+  // The scheduler has been told of its end.
+  virtual void left(RequestId) {}
   // A purge has begun, and this request has computed tokens.
   virtual void outdated(RequestId) {}
   virtual void load_started(RequestId, JobId) {}

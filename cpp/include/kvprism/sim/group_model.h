@@ -2,6 +2,8 @@
 // arithmetic.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -16,22 +18,29 @@ struct GroupModel {
 
   GroupId id{};
   Kind kind{};
-  bool stored = false;            // by its kind and its membership in transfers
-  std::uint32_t tokens = 0;       // per block; the capacity of a ring
-  std::uint32_t window = 0;       // of a chunk: the tokens of an attention chunk
-  std::uint32_t gap_window = 0;   // generated tokens farther back lose their blocks; 0: none do
-  bool fine = false;              // hits may end inside its blocks
-  std::uint32_t replay = 0;       // of a ring
-  std::vector<PageShape> shapes;  // by layer, of rank 0
+  bool stored = false;           // by its kind and its membership in transfers
+  std::uint32_t tokens = 0;      // per block; the capacity of a ring
+  std::uint32_t window = 0;      // of a chunk: the tokens of an attention chunk
+  std::uint32_t gap_window = 0;  // generated tokens farther back lose their blocks; 0: none do
+  bool fine = false;             // hits may end inside its blocks
+  std::uint32_t replay = 0;      // of a ring
+  std::uint32_t replicas = 1;    // neighbouring tensor ranks that hold the same bytes
+  // A hit needs one more object behind it, which is computed anew. Counts for all of a family.
+  bool draft = false;
+  std::size_t family = 0;                 // the first stored group of an equal spec
+  std::vector<PageShape> shapes;          // by layer, of rank 0
   std::vector<std::uint64_t> page_bytes;  // by layer, with padding
 
   std::uint32_t layers() const noexcept { return static_cast<std::uint32_t>(shapes.size()); }
-  // Of another rank. Ranks that share tokens hold the same heads.
-  PageShape shape(std::uint32_t layer, std::uint32_t rank) const noexcept {
-    PageShape own = shapes[layer];
-    own.first_head = rank / own.context_ranks * own.heads;
-    own.context_rank = rank % own.context_ranks;
-    return own;
+  PageShape shape(std::uint32_t layer, std::uint32_t tensor_rank) const noexcept {
+    return of_rank(shapes[layer], tensor_rank);
+  }
+  // A page as another tensor rank holds it. Ranks that share tokens, and replicas, hold the same
+  // heads.
+  PageShape of_rank(PageShape page, std::uint32_t tensor_rank) const noexcept {
+    page.first_head = tensor_rank / std::max(page.context_ranks, replicas) * page.heads;
+    page.context_rank = tensor_rank % page.context_ranks;
+    return page;
   }
 
   // Chunks that a prefix of `length` tokens touches; the last one may be used in part.
@@ -60,10 +69,17 @@ struct GroupModel {
 std::vector<GroupModel> model_groups(const Projection& projection);
 
 // Where the engine keeps a state for whoever replays or continues a prompt of `prompt` tokens: the
-// last multiple of `alignment` that leaves one to compute.
-constexpr std::uint32_t model_checkpoint(std::uint32_t prompt, std::uint32_t alignment) noexcept {
-  return prompt == 0 ? 0 : (prompt - 1) / alignment * alignment;
+// last multiple of `alignment` that leaves one to compute; with drafts one unit earlier than the
+// last one.
+constexpr std::uint32_t model_checkpoint(std::uint32_t prompt, std::uint32_t alignment,
+                                         bool drafts) noexcept {
+  if (!drafts) return prompt == 0 ? 0 : (prompt - 1) / alignment * alignment;
+  const std::uint32_t last = prompt / alignment * alignment;
+  return last - std::min(last, alignment);
 }
+
+// Whether a hit of any of these groups is followed by objects that are computed anew.
+bool model_drafts(const std::vector<GroupModel>& groups) noexcept;
 
 // What the engine itself takes for S: tokens at which every stored group has a whole block.
 std::uint32_t model_step(const std::vector<GroupModel>& groups) noexcept;

@@ -23,6 +23,8 @@ struct SimMemoryOptions {
   bool shadow = false;         // keep a second copy of what the memory should hold
   bool split_tensors = false;  // a group's last layer is in a tensor of its own
   bool kernel_blocks = false;  // blocks are two of the kernel's, where a page may be cut so
+  // Of a pipeline stage: how many of each group's layers lie in stages before it. Empty: none.
+  std::vector<std::uint32_t> first_layers{};
 };
 
 // Laid out by the letters of the projection's layout alone, outermost first.

@@ -36,13 +36,19 @@ enum class WorldFault : std::uint8_t {
   kQuarantine,  // jobs that stayed unquiet for too long
   kDetachedLoad,
   kPartialLoad,
-  kIdReused,       // a request with the id of an earlier one
-  kPurge,          // begun
-  kPurged,         // and done
-  kObjectRemoved,  // one that was damaged, by the scheduler
-  kReplayed,       // no fault: an engine's run was repeated from its recording
+  kIdReused,        // a request with the id of an earlier one
+  kPurge,           // begun
+  kPurged,          // and done
+  kObjectRemoved,   // one that was damaged, by the scheduler
+  kObjectReplaced,  // and stored anew
+  kDraftRejected,   // tokens of a draft model whose bytes were overwritten later
+  kAnnounced,       // no fault: what the scheduler told of the store's content
+  kJunction,        // no fault: a request whose windows are kept where it leaves others
+  kStages,          // no fault: a world of several pipeline stages
+  kVllmKeys,        // no fault: one with key schema `vllm`
+  kReplayed,        // no fault: an engine's run was repeated from its recording
 };
-inline constexpr std::size_t kNumWorldFaults = 27;
+inline constexpr std::size_t kNumWorldFaults = 33;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -101,21 +107,26 @@ struct WorldResult {
 //   hole          and none begins behind a chunk that failed and was not planned again
 //   purge         when a purge is done, nothing that was stored before it is in the pool; a request
 //                 that had computed tokens before it saves nothing until it is preempted
-//   mismatch      damaged objects are removed
+//   mismatch      an object that a load found damaged is removed, of that rank and in the same
+//                 event, and nothing else is; nobody who asks later is offered it before
+//   event         what the scheduler announces is what reports have said, by its right name
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
 //   engine        no call makes nonsense of the engine's state
 //   oracle        every 128 events and at the end: all that is believed, computed anew
 //
 // In the end:
-//   drain         everything comes to its end; nothing is remembered, held or running
+//   drain         everything comes to its end; nothing is remembered, held or running, and what
+//                 was stored or lost has been announced
 //   close         a worker that closes tells an outcome of every job
 //
 // In worlds without faults also:
 //   missed hit    a lookup finds everything that was stored when it was asked
 //   missed load   every load is complete
 //   not stored    what a finished request computed is in the store, up to a multiple of S, and
-//                 up to the end of its prompt where hits may end inside a block
+//                 up to the end of its prompt where hits may end inside a block; with a retention
+//                 windows at its multiples, where the prompt can be replayed and where it left
+//                 what others had stored (W-C19); with drafts one object behind it
 WorldResult run_world(const WorldOptions& options);
 
 }  // namespace kvprism::sim

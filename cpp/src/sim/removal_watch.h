@@ -1,0 +1,46 @@
+// An index that tells a judge which objects the scheduler has removed.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "kvprism/backend/memory_store.h"
+#include "kvprism/io/object_store.h"
+#include "sim/job_judge.h"
+
+namespace kvprism::sim {
+
+// Ownership: shares the index. Threads: one.
+class RemovalWatch final : public ObjectIndex {
+ public:
+  RemovalWatch(std::shared_ptr<ObjectIndex> index, const MemoryPool& pool)
+      : index_(std::move(index)), pool_(pool) {}
+
+  // Null while there is none.
+  void set_judge(JobJudge* judge) noexcept { judge_ = judge; }
+
+  bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
+                    Instant deadline) override {
+    return index_->start_exists(op, batch, now, deadline);
+  }
+  bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
+                    Instant now, Instant deadline) override;
+  bool poll_index(Instant now, Completion& out) override;
+  // Whether an object of this name was removed; says so once.
+  bool took_away(std::string_view key) { return gone_.erase(std::string(key)) != 0; }
+  CloseReport close_index(Duration budget) override { return index_->close_index(budget); }
+
+ private:
+  std::shared_ptr<ObjectIndex> index_;
+  const MemoryPool& pool_;
+  JobJudge* judge_ = nullptr;
+  std::map<OpId, std::vector<std::string>> removals_;  // single objects, by operation
+  std::unordered_set<std::string> gone_;
+};
+
+}  // namespace kvprism::sim
