@@ -22,7 +22,7 @@ from typing import Any
 import kvprism
 import reference  # its imports make those of vLLM work without a GPU
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, worker
 
 BLOCKS = 5
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -33,9 +33,91 @@ class Cache:
     """One rank's cache."""
 
     config: dict[str, Any]
-    memory: torch.Tensor
+    memories: list[torch.Tensor]  # one for all layers, or one each
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: list[kvprism.CacheTensor] = field(default_factory=list)
+    features: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Shape:
+    """What all groups of a cache share."""
+
+    layout: str
+    heads: int
+    positions: int
+    content: int
+    layers: int
+    stride: dict[str, int]
+    separate: bool  # each layer in an allocation of its own
+    kernel: int  # positions of a kernel block; 0: those of a block
+
+    @property
+    def page(self) -> int:
+        return self.heads * self.positions * self.content
+
+    @property
+    def head_stride(self) -> int:
+        """Heads of LBHNC lie within the kernel's blocks."""
+        inside = self.kernel and self.layout == "LBHNC"
+        return self.kernel * self.content if inside else self.stride["H"]
+
+    @property
+    def splits_heads(self) -> bool:
+        return self.layout in ("LHBNC", "BHLNC") and self.heads > 1
+
+
+def group_of(rng: random.Random, shape: Shape, number: int, layers: list[str]) -> dict[str, Any]:
+    """A group whose pages are as large as every other's."""
+    attention = {
+        "kind": "full_attention",
+        "layers": layers,
+        "block_size": shape.positions,
+        "num_kv_heads": shape.heads,
+        "head_size": shape.content,
+        "head_size_v": 0,
+        "dtype": "int8",
+    }
+    roll = rng.random()
+    if roll < 0.2 and not shape.splits_heads and not shape.kernel:
+        padded = rng.choice((0, 0, 3)) if shape.page > 4 else 0
+        first = rng.randrange(1, shape.page - padded)
+        row = {
+            "kind": "mamba",
+            "layers": layers,
+            "block_size": shape.positions,
+            "shapes": [[first], [shape.page - padded - first]],
+            "dtypes": ["int8", "int8"],
+            "mamba_cache_mode": "align",
+        }
+        return row | ({"page_size_padded": shape.page} if padded else {})
+    if roll < 0.35 and len(layers) > 1:
+        other = attention | {"head_size": shape.content - 1, "head_size_v": 1}
+        return {
+            "kind": "uniform",
+            "members": [attention | {"layers": layers[:1]}, other | {"layers": layers[1:]}],
+        }
+    if number % 2:
+        return attention | {"kind": "sliding_window", "sliding_window": 8}
+    return attention
+
+
+def view_of(cache: Cache, shape: Shape, group: dict[str, Any], layer: int) -> torch.Tensor:
+    """What the engine hands to a connector."""
+    memory = cache.memories[layer if shape.separate else 0]
+    begin = 0 if shape.separate else layer * shape.stride["L"]
+    if group["kind"] == "mamba":  # the first of its states
+        (first,) = group["shapes"][0]
+        return torch.as_strided(memory, (BLOCKS, first), (shape.stride["B"], 1), begin)
+    if not shape.kernel:
+        sizes = (BLOCKS, shape.heads, shape.positions, shape.content)
+        strides = (shape.stride["B"], shape.stride["H"], shape.stride["N"], 1)
+        return torch.as_strided(memory, sizes, strides, begin)
+    kernels = shape.positions // shape.kernel
+    block = shape.stride["B"] // kernels
+    sizes = (BLOCKS * kernels, shape.heads, shape.kernel, shape.content)
+    strides = (block, shape.head_stride, shape.stride["N"], 1)
+    return torch.as_strided(memory, sizes, strides, begin)
 
 
 def make(rng: random.Random) -> Cache:
@@ -48,6 +130,8 @@ def make(rng: random.Random) -> Cache:
     most = max(counts)
     pad = rng.choice((0, 0, 0, 0, 6))  # behind each page, or each row
     tail = rng.choice((0, 0, 0, 32))  # behind everything, as ROCm has it
+    separate = layout[0] == "L" and rng.random() < 0.3
+    kernel = positions // 2 if layout[0] == "L" and not pad and rng.random() < 0.2 else 0
     stride, step = {}, 1
     size = {"L": most, "B": BLOCKS, "H": heads, "N": positions, "C": content}
     for letter in reversed(layout):
@@ -56,41 +140,42 @@ def make(rng: random.Random) -> Cache:
         outer = layout[layout.index(letter) - 1]
         if outer == "B" and letter != layout[0]:
             step += pad
-    memory = torch.tensor([rng.randrange(256) for _ in range(step + tail)], dtype=torch.uint8)
-    cache = Cache({}, memory)
+    shape = Shape(layout, heads, positions, content, most, stride, separate, kernel)
+    bytes_each = stride["L"] if separate else step
+    memories = [
+        torch.tensor([rng.randrange(256) for _ in range(bytes_each + tail)], dtype=torch.uint8)
+        for _ in range(most if separate else 1)
+    ]
+    cache = Cache({}, memories)
     rows = []
     for number, count in enumerate(counts):
         layers = [f"g{number}.{layer}" for layer in range(count)]
-        window = {"sliding_window": 8} if number % 2 else {}
-        rows.append(
-            {
-                "kind": "sliding_window" if number % 2 else "full_attention",
-                "layers": layers,
-                "block_size": positions,
-                "num_kv_heads": heads,
-                "head_size": content,
-                "head_size_v": 0,
-                "dtype": "int8",
-                **window,
-            }
-        )
+        row = group_of(rng, shape, number, layers)
+        rows.append(row)
+        cache.features.add({"mamba": "states", "uniform": "a wrapper"}.get(row["kind"], ""))
         for layer, name in enumerate(layers):
-            cache.views[name] = torch.as_strided(
-                memory,
-                (BLOCKS, heads, positions, content),
-                (stride["B"], stride["H"], stride["N"], 1),
-                layer * stride["L"],
+            cache.views[name] = view_of(cache, shape, row, layer)
+        # One tensor for all layers of the group, or one each.
+        apart = separate or rng.random() < 0.2
+        if apart and count > 1:
+            cache.features.add("several tensors")
+        for first in range(count) if apart else (0,):
+            memory = memories[first if separate else 0]
+            cache.tensors.append(
+                kvprism.CacheTensor(
+                    memory.data_ptr(),
+                    bytes=memory.numel(),
+                    offset=0 if separate else first * stride["L"],
+                    layers=layers[first : first + 1] if apart else layers,
+                    layer_stride=stride["L"],
+                    block_stride=stride["B"],
+                    head_stride=shape.head_stride if heads > 1 and row["kind"] != "mamba" else 0,
+                    kernel_block_size=kernel,
+                )
             )
-        cache.tensors.append(
-            kvprism.CacheTensor(
-                memory.data_ptr(),
-                bytes=memory.numel(),
-                layers=layers,
-                layer_stride=stride["L"],
-                block_stride=stride["B"],
-                head_stride=stride["H"] if heads > 1 else 0,
-            )
-        )
+    if kernel:
+        cache.features.add("kernel blocks")
+    cache.features.discard("")
     cache.config = {
         "num_blocks": BLOCKS,
         "kv_layout": layout,
@@ -104,24 +189,35 @@ def make(rng: random.Random) -> Cache:
     return cache
 
 
-def read(memory: torch.Tensor, segments: list[tuple[int, int]]) -> bytes | None:
+def read(cache: Cache, segments: list[tuple[int, int]]) -> bytes | None:
     """The bytes of some addresses; None where they lie outside the memory."""
-    base, out = memory.data_ptr(), b""
+    out = b""
     for address, length in segments:
-        first = address - base
-        if first < 0 or first + length > memory.numel():
+        for memory in cache.memories:
+            first = address - memory.data_ptr()
+            if 0 <= first and first + length <= memory.numel():
+                out += bytes(memory[first : first + length].tolist())
+                break
+        else:
             return None
-        out += bytes(memory[first : first + length].tolist())
     return out
+
+
+class Unstarted(Exception):
+    """The reference itself does not start with a cache."""
 
 
 def theirs(cache: Cache, block: int, tokens: int) -> bytes | None:
     """The object that the reference would store of a block; every group's is the same."""
     metadata = data.KeyMetadata("model", 0, 0, 0, 0)
     layout = data.RankLocalStoreLayout(metadata, tokens, tokens)
-    layout.register_kv_caches(list(cache.views.values()), BLOCKS)
+    views = [worker.group_kernel_blocks(view, BLOCKS) for view in cache.views.values()]
+    try:
+        layout.register_kv_caches(views, BLOCKS)
+    except AssertionError as error:
+        raise Unstarted from error
     addresses, sizes, _ = layout.prepare_values([(0, tokens)], [block], [0])
-    return read(cache.memory, list(zip(addresses[0], sizes[0], strict=True)))
+    return read(cache, list(zip(addresses[0], sizes[0], strict=True)))
 
 
 def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
@@ -137,16 +233,23 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
         accepted = True
     except kvprism.Error:
         accepted = False
-    tokens = cache.config["groups"][0]["block_size"]
-    equal = all(
-        read(cache.memory, places.segments(kvprism.GroupId(group), block))
-        == theirs(cache, block, tokens)
-        for group in range(len(cache.config["groups"]))
-        for block in range(1, BLOCKS)
-    )
+    first = cache.config["groups"][0]
+    tokens = first.get("members", [first])[0]["block_size"]
+    try:
+        equal = all(
+            read(cache, places.segments(kvprism.GroupId(group), block))
+            == theirs(cache, block, tokens)
+            for group in range(len(cache.config["groups"]))
+            for block in range(1, BLOCKS)
+        )
+    except Unstarted:
+        counts["where the reference does not start"] += 1
+        return None
     groups = "one group" if len(cache.config["groups"]) == 1 else "several groups"
     verdict = "accepted" if accepted else "refused"
     counts[f"{layout} {groups} {verdict}"] += 1
+    for feature in cache.features:
+        counts[f"with {feature} {verdict}"] += 1
     if accepted and not equal:
         return "accepted, and the reference's objects are others"
     if equal and not accepted:
@@ -180,6 +283,13 @@ def main() -> int:
         if not counts[f"{layout} several groups accepted"]:
             print(f"no case of several groups in {layout} was accepted")
             problems += 1
+    for feature in ("states", "a wrapper", "several tensors", "kernel blocks"):
+        for verdict in ("accepted", "refused"):
+            if not counts[f"with {feature} {verdict}"]:
+                print(f"no case with {feature} was {verdict}")
+                problems += 1
+    refused = sum(n for name, n in counts.items() if name.endswith("refused") and name[1] != "i")
+    print(f"{arguments.cases} caches, {refused} of them refused")
     print(f"{problems} differences in objects, {time.monotonic() - began:.0f} s")
     return 1 if problems else 0
 
