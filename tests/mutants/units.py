@@ -2,8 +2,8 @@
 """Do unit tests notice deliberate mistakes where the simulated world does not come?
 
 That is in threads, and in a worker's limits. Compiles the sources that have the mistakes of
-units.json, each behind a switch, with two test programs, on top of the library in build/release,
-and runs for each mistake the test that must fail.
+units.json, each behind a switch, links them with two test programs of build/release, and runs for
+each mistake the test that must fail.
 
 Usage: units.py [--only ID]
 """
@@ -23,12 +23,18 @@ from run import HEADER, HERE, ROOT, fail, load, mutate, run_or_fail, write_if_ch
 
 BUILD = ROOT / "build/mutants-units"
 RELEASE = ROOT / "build/release"
-# Besides the mistaken ones: what they use and the library does not export.
-NEEDED = (
-    *(f"cpp/src/backend/{name}.cpp" for name in ("blocking_care", "blocking_client")),
-    *(f"cpp/src/backend/{name}.cpp" for name in ("blocking_store", "native_thread")),
-    *(f"cpp/src/store/{name}.cpp" for name in ("plan_check", "vllm_objects")),
-    *(f"tests/cpp/{name}_test.cpp" for name in ("blocking_replacement", "store_worker")),
+OBJECTS = RELEASE / "cpp/CMakeFiles/kvprism_objects.dir/src"
+TESTS = RELEASE / "tests/cpp/CMakeFiles"
+# Besides the mistaken sources: what they use and the library does not export, and the tests, all as
+# they have been built.
+BUILT = (
+    *(OBJECTS / f"backend/{name}.cpp.o" for name in ("blocking_care", "blocking_client")),
+    *(OBJECTS / f"backend/{name}.cpp.o" for name in ("blocking_store", "native_thread")),
+    *(OBJECTS / f"store/{name}.cpp.o" for name in ("plan_check", "vllm_objects")),
+    *(
+        TESTS / f"{name}.dir/{name}.cpp.o"
+        for name in ("blocking_replacement_test", "store_worker_test")
+    ),
 )
 SWITCH = """#include <cstdlib>
 extern "C" int kvprism_mutant;
@@ -48,13 +54,11 @@ def build() -> Path:
         )
         sources[file] = BUILD / file.replace("/", "-")
         write_if_changed(sources[file], text)
-    for file in NEEDED:
-        sources[file] = ROOT / file
     write_if_changed(BUILD / "mutant.h", HEADER)
     write_if_changed(BUILD / "switch.cpp", SWITCH)
     sources["switch.cpp"] = BUILD / "switch.cpp"
     includes = [
-        *(ROOT / folder for folder in ("cpp/include", "cpp/src", "tests/cpp", "third_party")),
+        *(ROOT / folder for folder in ("cpp/include", "cpp/src", "third_party")),
         RELEASE / "generated/include",
     ]
     common = (
@@ -69,7 +73,7 @@ def build() -> Path:
         return str(target)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        objects = list(pool.map(compile_one, sorted(sources, key=lambda file: "_test" not in file)))
+        objects = [*pool.map(compile_one, sources), *map(str, BUILT)]
     program = BUILD / "units"
     library = RELEASE / "lib"
     run_or_fail(
