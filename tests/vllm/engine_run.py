@@ -154,10 +154,14 @@ def rings_in_memory(llm: Any, pieces: list[bytes]) -> int:
     return len(found & wanted)
 
 
-if __name__ == "__main__":
+def main() -> None:
     answer = os.fdopen(3, "w")
     orders = json.load(sys.stdin)
     json.dump(run_all(orders), answer)
     answer.close()
     if orders.get("abrupt"):
         os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

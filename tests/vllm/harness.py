@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import select
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,6 +77,79 @@ class Engine:
     """File for the beginnings of all ring rows."""
 
 
+class EngineProcess:
+    """A process that runs a script of engines, with files as stdin, log, and answer (its fd 3).
+
+    It is a copy of one that has imported vLLM, unless it needs other imports.
+    """
+
+    _copies: socket.socket | None = None
+    _one_at_a_time = threading.Lock()
+
+    def __init__(
+        self, script: Path, stdin: int, log: int, answer: int, environment: Mapping[str, str]
+    ) -> None:
+        self._told = -1
+        if "PYTHONPATH" in environment:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f'exec "$@" 3>&{answer}', "bash", sys.executable, str(script)],
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, **environment},
+                pass_fds=(answer,),
+                preexec_fn=die_with_parent(),
+            )
+            self.pid = self._process.pid
+            return
+        self._told, writer = os.pipe()
+        order = json.dumps({"script": str(script), "environment": dict(environment)}).encode()
+        with self._one_at_a_time:
+            socket.send_fds(self._original(), [order], [stdin, log, answer, writer])
+        os.close(writer)
+        self.pid = self._number(300.0)
+
+    @classmethod
+    def _original(cls) -> socket.socket:
+        if cls._copies is None:
+            cls._copies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            script = SCRIPT.with_name("engine_copies.py")
+            subprocess.Popen(
+                ["bash", "-c", f'exec "$@" 3>&{theirs.fileno()}', "bash"]
+                + [sys.executable, str(script)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+                pass_fds=(theirs.fileno(),),
+            )
+            theirs.close()
+        return cls._copies
+
+    def _number(self, timeout: float) -> int:
+        text = b""
+        while not text.endswith(b"\n"):
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise TimeoutError(f"no engine has begun or ended within {timeout} s")
+            part = os.read(self._told, 1)
+            if not part:
+                raise EngineError("no engine can be started: see its output above")
+            text += part
+        return int(text)
+
+    def kill(self, number: int) -> None:
+        """Sends a signal, which does not matter to one that has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, or minus the signal; once."""
+        if self._told < 0:
+            return self._process.wait(timeout)
+        try:
+            return self._number(timeout)
+        finally:
+            os.close(self._told)
+
+
 def run_engines(
     model: Path,
     engines: list[Engine],
@@ -90,23 +168,26 @@ def run_engines(
         "max_tokens": max_tokens,
         "abrupt": abrupt,
     }
-    with tempfile.TemporaryFile("w+") as log, tempfile.NamedTemporaryFile("r") as answer:
-        process = subprocess.run(
-            ["bash", "-c", 'exec "$0" "$1" 3>"$2"', sys.executable, str(SCRIPT), answer.name],
-            input=json.dumps(task),
-            text=True,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            timeout=timeout,
-            check=False,
-            preexec_fn=die_with_parent(),
-        )
+    with (
+        tempfile.TemporaryFile("w+") as order,
+        tempfile.TemporaryFile("w+") as log,
+        tempfile.TemporaryFile("w+") as answer,
+    ):
+        json.dump(task, order)
+        order.seek(0)
+        files = (order.fileno(), log.fileno(), answer.fileno())
+        process = EngineProcess(SCRIPT, *files, environment or {})
+        try:
+            status = process.wait(timeout)
+        except TimeoutError:
+            process.kill(signal.SIGKILL)
+            raise
         log.seek(0)
         text = log.read()
+        answer.seek(0)
         content = answer.read()
-    if process.returncode != 0 or not content:
-        raise EngineError(f"exit status {process.returncode}\n{text[-20000:]}")
+    if status != 0 or not content:
+        raise EngineError(f"exit status {status}\n{text[-20000:]}")
     return [result | {"log": text} for result in json.loads(content)]
 
 
@@ -155,24 +236,15 @@ class LiveEngine:
     ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in __exit__
         reader, writer = os.pipe()
-        self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                f'exec "$0" "$1" 3>&{writer}',
-                sys.executable,
-                str(SCRIPT.with_name("engine_live.py")),
-            ],
-            stdin=subprocess.PIPE,
-            text=True,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            pass_fds=(writer,),
-            preexec_fn=die_with_parent(),
-        )
+        stdin, orders = os.pipe()
+        script = SCRIPT.with_name("engine_live.py")
+        files = (stdin, self._log.fileno(), writer)
+        self._process = EngineProcess(script, *files, environment or {})
         os.close(writer)
+        os.close(stdin)
+        self._orders = os.fdopen(orders, "w")
         self._answers = os.fdopen(reader)
+        self._status: int | None = None
         task = {
             "model": str(model),
             "engine": {**_ENGINE, **engine},
@@ -186,14 +258,15 @@ class LiveEngine:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            if kind is None and self._process.poll() is None:
-                assert self._process.stdin is not None
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
+            if kind is None and self._status is None:
+                self._orders.write("\n")
+                self._orders.flush()
                 self._answer()
         finally:
-            self._process.kill()
-            self._process.wait()
+            if self._status is None:
+                self.kill(signal.SIGKILL)
+            with contextlib.suppress(BrokenPipeError):
+                self._orders.close()
             self._answers.close()
             self._log.close()
 
@@ -219,8 +292,9 @@ class LiveEngine:
 
     def kill(self, number: int) -> int:
         """Sends a signal to the engine's process and returns its exit status."""
-        self._process.send_signal(number)
-        return self._process.wait(120)
+        self._process.kill(number)
+        self._status = self._process.wait(120)
+        return self._status
 
     @property
     def log(self) -> str:
@@ -229,10 +303,9 @@ class LiveEngine:
         return self._log.read()
 
     def _order(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
         except BrokenPipeError:
             pass
         return self._answer()
