@@ -307,12 +307,15 @@ HashList HashListReader::read_sequence(nb::handle hashes, std::uint32_t known) {
       if (width < kMinHashWidth || width > kMaxHashWidth) {
         refuse(at("hashes", i), std::to_string(length) + " bytes", "16 to 64 bytes");
       }
+      bytes_.reserve((items.size() - first) * width);
     }
     if (static_cast<std::size_t>(length) != width) {
       refuse(at("hashes", i), std::to_string(length) + " bytes",
              std::to_string(width) + " bytes as the others");
     }
-    bytes_.insert(bytes_.end(), data, data + length);
+    // Of the vector's own type: a range of char would be copied byte by byte.
+    const auto* const hash = reinterpret_cast<const std::uint8_t*>(data);
+    bytes_.insert(bytes_.end(), hash, hash + length);
   }
   return {bytes_.data(), static_cast<std::uint32_t>(items.size() - first),
           static_cast<std::uint32_t>(width), static_cast<std::uint32_t>(first)};

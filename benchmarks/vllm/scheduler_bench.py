@@ -2,9 +2,10 @@
 
 The real Scheduler of vLLM serves requests without a model: every request gets its tokens at once.
 Only the connector's methods are counted (processor time of the scheduler's thread, and time on the
-clock), and the bytes and the pickling of its metadata. No arm pays for a network: the built-in
-connector's lookup process is replaced by one that answers "nothing" at once and searches nothing,
-kvprism looks up and saves in a store in memory. A third arm is the built-in connector with the list
+clock), and the bytes and the pickling of its metadata. Every prompt is new, and a scheduler has
+served as many requests before. The built-in connector's lookup process is replaced by one that
+answers "nothing" at once and searches nothing; kvprism asks a real Mooncake, in another thread,
+and its worker saves in memory. A third arm is the built-in connector with the list
 that it scans for every request replaced by one that finds a member at once.
 
 Prints a table and, as the last line, JSON.
@@ -191,7 +192,7 @@ class KVPrism:
         "kv_connector": "KVPrismConnector",
         "kv_connector_module_path": "kvprism.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"master_server_address": "127.0.0.1:1"},
+        "kv_connector_extra_config": {"lookup_timeout_seconds": 30.0},
     }
 
     def __init__(self, scheduler: Any, config: Any) -> None:
@@ -200,6 +201,7 @@ class KVPrism:
         from kvprism.vllm.metadata import ReportMetadata
 
         described = scheduler.connector._described
+        store = kvprism.memory_store(kvprism.MemoryPool())
         self._memory = np.zeros(config.kv_cache_tensors[0].size, dtype=np.uint8)
         tensor = config.kv_cache_tensors[0]
         self._worker = kvprism.StoreWorker(
@@ -215,7 +217,7 @@ class KVPrism:
                     )
                 ],
             ),
-            STORE["store"],
+            store,
         )
         self._host = kvprism.ReadyToken.host
         self._report = ReportMetadata
@@ -237,15 +239,12 @@ class KVPrism:
         self._worker.close()
 
 
-STORE: dict[str, Any] = {}
-
-
 def make_scheduler(arm: Any, model: Path, requests: int, blocks: int, chunk: int) -> Any:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
 
     config = vllm_config(model, dict(arm.connector), requests, blocks, chunk)
-    kv = cache_config(requests * (blocks + 64) + 1)
+    kv = cache_config(2 * requests * (blocks + 64) + 1)
     config.cache_config.num_gpu_blocks = kv.num_blocks
     scheduler = Scheduler(
         vllm_config=config,
@@ -258,7 +257,8 @@ def make_scheduler(arm: Any, model: Path, requests: int, blocks: int, chunk: int
     return scheduler, kv
 
 
-def add_requests(scheduler: Any, requests: int, blocks: int) -> None:
+def add_requests(scheduler: Any, requests: int, blocks: int, seed: int) -> list[str]:
+    """Their ids."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -266,20 +266,55 @@ def add_requests(scheduler: Any, requests: int, blocks: int) -> None:
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    for number in range(requests):
-        prompt = [(number * 7919 + position) % 31_000 for position in range(blocks * BLOCK)]
+    ids = [f"request-{seed}-{number}" for number in range(requests)]
+    for number, name in enumerate(ids):
+        prompt = [
+            (seed + number * 7919 + position) % 31_000 for position in range(blocks * BLOCK)
+        ]
         parameters = SamplingParams(max_tokens=10_000, ignore_eos=True)
         parameters.update_from_generation_config({}, eos_token_id=2)
-        scheduler.add_request(
-            Request(f"request-{number}", prompt, parameters, None, block_hasher=hasher)
-        )
+        scheduler.add_request(Request(name, prompt, parameters, None, block_hasher=hasher))
+    return ids
+
+
+def step(scheduler: Any, arm: Any, meter: Meter, prompt_tokens: int) -> tuple[str, dict[str, float]]:
+    """One step: its phase and its figures. The phase is empty where nothing was scheduled."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    output = scheduler.schedule()
+    if not output.num_scheduled_tokens:
+        # Lookups are under way; what they cost is counted with the step that follows. An engine with
+        # nothing else to do would ask again and again.
+        time.sleep(0.05)
+        scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
+        return "", {}
+    ids = list(output.num_scheduled_tokens)
+    begin = time.thread_time()
+    wire = pickle.dumps(output.kv_connector_metadata, protocol=pickle.HIGHEST_PROTOCOL)
+    middle = time.thread_time()
+    received = pickle.loads(wire)
+    pickled, unpickled = middle - begin, time.thread_time() - middle
+    answer = arm.reply(received)
+    done = [scheduler.requests[i].num_computed_tokens >= prompt_tokens for i in ids]
+    longest = max(output.num_scheduled_tokens.values())
+    scheduler.update_from_output(
+        output,
+        ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={i: at for at, i in enumerate(ids)},
+            sampled_token_ids=[[7] if ready else [] for ready in done],
+            kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=answer),
+        ),
+    )
+    row = {**meter.take(), "pickle": pickled, "unpickle": unpickled, "bytes": float(len(wire))}
+    return "new" if output.scheduled_new_reqs else "chunk" if longest > 1 else "decode", row
 
 
 def run(
     arm_type: Any, model: Path, requests: int, blocks: int, chunk: int, decode: int
 ) -> dict[str, Any]:
-    """One arm: the figures of its steps."""
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    """One arm: the figures of its steps, in a scheduler that has served as many requests before."""
+    from vllm.v1.request import RequestStatus
 
     scheduler, kv = make_scheduler(arm_type, model, requests, blocks, chunk)
     arm = arm_type(scheduler, kv)
@@ -291,39 +326,24 @@ def run(
 
     scheduler._build_kv_connector_meta = build
     meter = Meter(scheduler.connector)
-    add_requests(scheduler, requests, blocks)
+    before = add_requests(scheduler, requests, blocks, 1)
+    while any(scheduler.requests[name].num_computed_tokens == 0 for name in before):
+        step(scheduler, arm, meter, blocks * BLOCK)
+    scheduler.finish_requests(before, RequestStatus.FINISHED_ABORTED)
+    step(scheduler, arm, meter, blocks * BLOCK)
+    meter.take()
+
+    add_requests(scheduler, requests, blocks, 2)
     gc.collect()
     gc.freeze()
     steps: dict[str, list[dict[str, float]]] = {"new": [], "chunk": [], "decode": []}
     while len(steps["decode"]) < decode:
-        output = scheduler.schedule()
-        if not output.num_scheduled_tokens:
-            # Lookups are under way; what they cost is counted with the step that follows.
-            scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
-            continue
-        ids = list(output.num_scheduled_tokens)
-        begin = time.thread_time()
-        wire = pickle.dumps(output.kv_connector_metadata, protocol=pickle.HIGHEST_PROTOCOL)
-        middle = time.thread_time()
-        received = pickle.loads(wire)
-        pickled, unpickled = middle - begin, time.thread_time() - middle
-        answer = arm.reply(received)
-        done = [scheduler.requests[i].num_computed_tokens >= blocks * BLOCK for i in ids]
-        sampled = [[7] if ready else [] for ready in done]
-        longest = max(output.num_scheduled_tokens.values())
-        phase = "new" if output.scheduled_new_reqs else "chunk" if longest > 1 else "decode"
-        scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={i: at for at, i in enumerate(ids)},
-                sampled_token_ids=sampled,
-                kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=answer),
-            ),
-        )
-        steps[phase].append(
-            {**meter.take(), "pickle": pickled, "unpickle": unpickled, "bytes": len(wire)}
-        )
+        phase, row = step(scheduler, arm, meter, blocks * BLOCK)
+        if phase:
+            steps[phase].append(row)
+    # One arm takes all new requests at once, another in several steps.
+    new = steps["new"]
+    steps["new"] = [{name: sum(row[name] for row in new) for name in new[0]}]
     arm.close()
     gc.unfreeze()
     return {phase: summary(rows) for phase, rows in steps.items()}
@@ -349,18 +369,13 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=200, help="decode steps")
     args = parser.parse_args()
 
-    import kvprism
-    import kvprism.vllm.scheduler_side as side
     import models
     import vllm.v1.worker.cpu.shm  # noqa: F401  # placeholders for torch.cuda.Event
+    from kvprism.local_mooncake import LocalMooncake
 
-    def in_memory(*_: Any, **__: Any) -> Any:
-        STORE["store"] = kvprism.memory_store(kvprism.MemoryPool())
-        return STORE["store"]
-
-    side.open_store = in_memory
     results = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, LocalMooncake(storage_bytes=16 << 20) as mooncake:
+        KVPrism.connector["kv_connector_extra_config"]["master_server_address"] = mooncake.master
         model = models.build("llama", Path(folder))
         for arm in (BuiltIn, Patched, KVPrism):
             results[arm.name] = run(arm, model, args.requests, args.blocks, args.chunk, args.decode)

@@ -9,6 +9,7 @@ process, and this process with its socket.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -36,6 +37,7 @@ _IMPORTED = (
 def main() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # an engine collects garbage five times as it starts
     # Threads are not copied: whoever had one would wait for it.
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports"

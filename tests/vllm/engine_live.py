@@ -48,18 +48,19 @@ def main() -> None:
         parameters = SamplingParams(
             temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=0
         )
-        at = time.monotonic()
+        at, cpu = time.monotonic(), time.process_time()
         prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
         if order["abort_after"] is None:
             outputs = llm.generate(prompts, parameters, use_tqdm=False)
         else:
             outputs = []
             abort(llm.llm_engine, prompts, parameters, order["abort_after"])
-        seconds = time.monotonic() - at
+        seconds, cpu_seconds = time.monotonic() - at, time.process_time() - cpu
         if order.get("settle"):
             engine_run.settle(llm)
         reply: dict[str, Any] = {
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "outputs": [engine_run.describe(output) for output in outputs],
             "hits": engine_run.external_hits(llm) - before,
             "counters": engine_run.counters(llm),

@@ -213,7 +213,11 @@ def largest_logprob_difference(one: Mapping[str, Any], other: Mapping[str, Any])
 
 
 def kvprism_connector(master: str, **options: Any) -> dict[str, Any]:
-    """The kv-transfer config of this project's connector."""
+    """The kv-transfer config of this project's connector.
+
+    A slow machine must make no difference, so a lookup has longer than by default.
+    """
+    options = {"lookup_timeout_seconds": 60.0} | options
     return {
         "kv_connector": "KVPrismConnector",
         "kv_connector_module_path": "kvprism.vllm",

@@ -50,7 +50,10 @@ def test_the_master_goes_and_comes_back(expected: dict[str, Any]) -> None:
             conftest.model("llama"),
             engine=ENGINE,
             connector=harness.kvprism_connector(
-                mooncake.master, saved_fresh_for_seconds=0.001, backoff_seconds=0.5
+                mooncake.master,
+                lookup_timeout_seconds=0.5,
+                saved_fresh_for_seconds=0.001,
+                backoff_seconds=0.5,
             ),
         ) as engine,
     ):
@@ -155,7 +158,11 @@ def test_an_engine_is_ended_while_it_saves(number: signal.Signals, tmp_path: Pat
             (rank,) = answer["watch"]
             assert rank["wrong"] == 0, rank["first"]
         assert warm["hits"] < sum(len(prompt) // 32 * 32 for prompt in asked)
-        assert again["hits"] == sum((len(prompt) - 1) // 32 * 32 for prompt in asked)
+        # The object whose call was cut off stays unfinished until Mooncake gives it up, and the hit
+        # of its prompt ends there: at most one prompt is cut.
+        whole = [(len(prompt) - 1) // 32 * 32 for prompt in asked]
+        assert sum(whole) - max(whole) <= again["hits"] <= sum(whole)
+        assert again["hits"] > warm["hits"]
 
 
 def test_the_cache_is_reset_while_it_is_saved() -> None:

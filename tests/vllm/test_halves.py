@@ -265,6 +265,41 @@ def test_what_a_reset_has_preempted_is_saved_again(
     assert purging.half.counters()["block_ids_read"] == 8
 
 
+def test_a_request_whose_load_a_reset_has_overtaken_is_saved_when_it_is_computed(
+    purging: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    def look_up() -> int:
+        end = time.monotonic() + 60
+        while (found := purging.half.lookup(again, 0)[0]) is None:
+            assert time.monotonic() < end
+            purging.step()
+        return int(found)
+
+    writer = make_worker(mooncake, configuration(), described)
+    first = purging.request("first", TOKENS)
+    purging.allocate(first, len(TOKENS))
+    run(writer, purging, purging.step(first=len(TOKENS)))
+    purging.free(first)
+    again = purging.request("again", TOKENS)
+    assert look_up() == 4 * BLOCK
+    purging.allocate(again, 4 * BLOCK, external=4 * BLOCK)
+    again.num_computed_tokens = 4 * BLOCK  # as vLLM counts them while it waits
+    purging.half.purge()
+    step = purging.step()
+    assert step.refused == ("again",)
+    run(writer, purging, step)  # its job is on its way all the same
+    finish_purge(purging)
+    # vLLM takes its blocks away and begins anew.
+    purging.pool.free_blocks(reversed(purging.tables.pop("again")))
+    again.num_computed_tokens = 0
+    assert look_up() == 0
+    purging.allocate(again, len(TOKENS))
+    plan = StepPlan.decode(purging.step(again=len(TOKENS)).plan)
+    table = [block.block_id for block in purging.tables["again"]]
+    assert [block for job in range(1, 10) for block in plan.blocks(job)] == table[:4]
+    writer.close()
+
+
 def test_a_reset_that_is_not_over_is_told_at_the_end(
     purging: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,10 +117,27 @@ def test_every_import_is_there(version: str) -> None:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm."):
                 continue
-            path = str(node.module).removeprefix("vllm.").replace(".", "/") + ".py"
-            tree = parse(version, path)
+            path = str(node.module).removeprefix("vllm.").replace(".", "/")
+            package = versions.folder(version) / "vllm" / path
+            if package.is_dir():  # whose modules are imported
+                missing += [
+                    f"{node.module}.{a.name}"
+                    for a in node.names
+                    if not (package / f"{a.name}.py").exists()
+                ]
+                continue
+            tree = parse(version, path + ".py")
             names = {
                 *(part.name for part in tree.body if hasattr(part, "name")),
+                *(
+                    target.id
+                    for part in tree.body
+                    for target in (
+                        *getattr(part, "targets", ()),  # of a plain assignment
+                        getattr(part, "target", None),  # of one with a type
+                    )
+                    if isinstance(target, ast.Name)
+                ),
                 *(
                     alias.asname or alias.name
                     for part in ast.walk(tree)

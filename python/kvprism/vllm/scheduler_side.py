@@ -121,6 +121,10 @@ class SchedulerSide:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens the store has beyond the local ones; None: ask in the next step."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and tracked.purged and request.num_computed_tokens == local_tokens == 0:
+            # A reset has overtaken its load, so it is computed from its first token.
+            self._begin_again(tracked)
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         self._stirred = True
@@ -149,9 +153,7 @@ class SchedulerSide:
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                self._core.preempted(tracked.number)
-                tracked.begin()
-                self._watch(tracked)
+                self._begin_again(tracked)
         state = output.kv_connector_block_state
         if self._saves and state is not None and not self._purge_runs():
             self._save_positional(output.num_scheduled_tokens, state)
@@ -173,6 +175,11 @@ class SchedulerSide:
         self._refused.clear()
         self._abandoned.clear()
         return metadata
+
+    def _begin_again(self, tracked: _Tracked) -> None:
+        self._core.preempted(tracked.number)
+        tracked.begin()
+        self._watch(tracked)
 
     def _watch(self, tracked: _Tracked) -> None:
         if self._saves and tracked.may_save():

@@ -118,7 +118,10 @@ class WorkerSide:
         return results
 
     def _end(self, end: RankLoadEnd, *, detach: bool) -> None:
-        name = self._names.pop(end.job)
+        name = self._names.pop(end.job, None)
+        if name is None:
+            # Its request was told as refused in the step of the plan: a reset overtook the load.
+            return
         self._results.finished.add(name)
         if end.complete:
             return
