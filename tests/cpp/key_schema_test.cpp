@@ -410,6 +410,45 @@ TEST(KeySchema, AReusedSlotHoldsNothingOfItsFormerKey) {
   EXPECT_THAT(slots[0], testing::EndsWith("/0/0102030405060708090a0b0c0d0e0f10"));
 }
 
+TEST(KeySchema, KeysForLaterAreThoseOfNow) {
+  const auto schema = make(base());
+  std::vector<std::uint8_t> bytes(std::size_t{32} * 40);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i * 37 >> 3);
+  const HashList hashes{bytes.data(), 40, 32, 10};  // the first of them is the request's eleventh
+  KeySlots now, later;
+  for (int use = 0; use < 3; ++use) {
+    now.clear();
+    later.clear();
+    const auto add = [&](std::uint32_t group, std::uint32_t tp, std::uint32_t first,
+                         std::uint32_t step, std::uint32_t count) {
+      const StoreIndex index{group};
+      for (std::uint32_t i = 0; i < count; ++i)
+        schema->append_key(now, index, {.tp = tp}, hashes[first + i * step]);
+      schema->append_keys_later(later, index, {.tp = tp}, hashes, first, step, count);
+      EXPECT_EQ(later.size(), now.size());
+    };
+    add(0, 0, 10, 1, 40);
+    add(0, 0, 12, 1, 3);
+    add(0, 1, 12, 4, 9);
+    add(1, 1, 11, 2, 1);
+    add(1, 1, 11, 2, 0);
+    if (use == 1) {
+      // One that is made at once stays behind those for later.
+      now.append() = later.append() = "another";
+      add(0, 0, 20, 7, 4);
+    }
+    if (use == 2) {
+      EXPECT_EQ(later[7], now[7]);
+    }
+    EXPECT_EQ(later.strings(), now.strings());
+    EXPECT_EQ(later.strings().size(), use == 1 ? 58u : 53u);
+  }
+  EXPECT_THROW(schema->append_keys_later(later, StoreIndex{0}, {.tp = 7}, hashes, 10, 1, 1), Error);
+  EXPECT_THROW(
+      schema->append_keys_later(later, StoreIndex{0}, {}, {bytes.data(), 40, 8, 0}, 0, 1, 1),
+      Error);
+}
+
 // R39: a hash cut to 64 bits is refused.
 TEST(KeySchema, RefusesHashesAndShardsOutsideTheContract) {
   const auto schema = make(base());

@@ -106,7 +106,7 @@ def settle(llm: Any) -> None:
 def empty_prefix_cache(llm: Any) -> None:
     """Waits for saves, whose blocks are in use, by stepping the engine."""
     core = llm.llm_engine.engine_core.engine_core
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not llm.reset_prefix_cache():
         if time.monotonic() > end:
             raise TimeoutError("blocks stay in use")

@@ -106,7 +106,8 @@ def test_names_and_hits_are_the_same_and_each_continues_from_the_other(
     answers = [[tokens for tokens, _ in each] for each in ours]
     assert answers == [[tokens for tokens, _ in each] for each in theirs]
     assert we_read == they_read == (answers[0], WHOLE[name][1])
-    # Of the first round only the engine itself has something, which is a matter of its schedule.
+    # Of the first round only the engine itself has something, which is a matter of its schedule; so
+    # are its own large blocks of states in later ones.
     pairs = [
         (their_hit, our_hit)
         for their_round, our_round in zip(theirs[1:], ours[1:], strict=True)
@@ -127,10 +128,10 @@ def test_names_and_hits_are_the_same_and_each_continues_from_the_other(
     # Windows are also kept where a prompt leaves what others have stored, and then found (D16).
     more = our_objects.keys() - their_objects.keys()
     assert {group_of(key) for key in more} <= set(WINDOWS.get(name, ()))
-    assert all(our_hit >= their_hit for their_hit, our_hit in pairs)
-    if not more:
-        assert all(our_hit == their_hit for their_hit, our_hit in pairs)
+    if name in WINDOWS:
+        assert all(our_hit >= their_hit for their_hit, our_hit in pairs)
     if name == "llama":
+        assert all(our_hit == their_hit for their_hit, our_hit in pairs)
         assert {hash_of(key) for key in our_objects} == asked
     # After a preemption the built-in connector takes a part of the answer for prompt (D14).
     answered = [

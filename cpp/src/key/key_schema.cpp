@@ -347,20 +347,33 @@ bool KeySchema::stores(StoreIndex group, const RankPosition& rank,
   return chunk % replicas == (rank.tp + raw(group)) % replicas;
 }
 
-void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
-                           std::span<const std::uint8_t> hash) const {
-  if (hash.size() < kMinHashWidth || hash.size() > kMaxHashWidth) refuse_hash(hash.size());
+const std::string& KeySchema::checked_prefix(StoreIndex group, const RankPosition& shard,
+                                             std::size_t hash_width) const {
+  if (hash_width < kMinHashWidth || hash_width > kMaxHashWidth) refuse_hash(hash_width);
   assert(raw(group) < impl_->groups.size());
   const Impl::Group& keys = impl_->groups[group];
   const std::size_t at =
       (std::size_t{shard.pp} * impl_->pcp + shard.pcp) * keys.tp_shards + shard.tp;
   if (at >= keys.shards.size() || keys.shards[at] != shard) refuse_shard(shard);
-  const std::string& prefix = keys.prefixes[at];
+  return keys.prefixes[at];
+}
 
+void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
+                           std::span<const std::uint8_t> hash) const {
+  const std::string& prefix = checked_prefix(group, shard, hash.size());
   std::string& key = slots.append();
   key.resize(prefix.size() + 2 * hash.size());
   std::memcpy(key.data(), prefix.data(), prefix.size());
   detail::write_hex(hash, key.data() + prefix.size());
+}
+
+void KeySchema::append_keys_later(KeySlots& slots, StoreIndex group, const RankPosition& shard,
+                                  const HashList& hashes, std::uint32_t first, std::uint32_t step,
+                                  std::uint32_t count) const {
+  const std::string& prefix = checked_prefix(group, shard, hashes.width);
+  if (count == 0) return;
+  slots.append_later(prefix, hashes[first].data(), hashes.width, std::size_t{step} * hashes.width,
+                     count);
 }
 
 }  // namespace kvprism

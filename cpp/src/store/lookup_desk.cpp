@@ -14,26 +14,38 @@ LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<
       fine_(alignment_ < search_.grid().step),
       thinned_(schema_->projection().retention_interval().has_value()),
       hash_tokens_(schema_->projection().hash_block_size()) {
-  for (const HitGroup& group : groups_) masks_.emplace_back(group, search_.grid());
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    masks_.emplace_back(groups_[raw(index)], search_.grid());
+    shards_.push_back(schema_->shards(index));
+  }
 }
 
-template <class Visit>
-void LookupDesk::for_each_unit(std::uint32_t local, std::uint32_t probed, Visit visit) const {
-  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    const HitGroup& group = groups_[raw(index)];
+void LookupDesk::find_units(StoreIndex index, std::uint32_t local, std::uint32_t probed) {
+  units_.clear();
+  const HitGroup& group = groups_[raw(index)];
+  if (group.rule == HitRule::kLastState) {
+    // Only a state where a hit may end can end one.
+    for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= probed;
+         tokens += alignment_) {
+      units_.push_back(tokens / group.unit_tokens - 1);
+    }
+  } else if (group.rule != HitRule::kNever) {
+    const ReachableMask& mask = masks_[raw(index)];
     const std::uint32_t end = probed / group.unit_tokens;
-    if (group.rule == HitRule::kLastState) {
-      // Only a state where a hit may end can end one.
-      for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= probed;
-           tokens += alignment_) {
-        visit(index, tokens / group.unit_tokens - 1);
-      }
-    } else if (group.rule != HitRule::kNever) {
-      const ReachableMask& mask = masks_[raw(index)];
-      for (std::uint32_t unit = local / group.unit_tokens; unit < end; ++unit) {
-        // The mask knows of hits that end on whole steps.
-        if (fine_ || mask.keeps(unit)) visit(index, unit);
-      }
+    for (std::uint32_t unit = local / group.unit_tokens; unit < end; ++unit) {
+      // The mask knows of hits that end on whole steps.
+      if (fine_ || mask.keeps(unit)) units_.push_back(unit);
+    }
+  }
+}
+
+void LookupDesk::append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const {
+  const std::uint32_t step = groups_[raw(index)].unit_tokens / hash_tokens_;
+  for (const RankPosition& shard : shards_[raw(index)]) {
+    for (std::size_t from = 0, to = 0; from < units_.size(); from = to) {
+      for (to = from + 1; to < units_.size() && units_[to] == units_[to - 1] + 1;) ++to;
+      schema_->append_keys_later(keys, index, shard, hashes, (units_[from] + 1) * step - 1, step,
+                                 static_cast<std::uint32_t>(to - from));
     }
   }
 }
@@ -43,7 +55,7 @@ std::uint64_t LookupDesk::most_keys(std::uint32_t local, std::uint32_t probed) c
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
     const std::uint32_t step = group.rule == HitRule::kLastState ? alignment_ : group.unit_tokens;
-    keys += std::uint64_t{(probed - local) / step + 1} * schema_->shards(index).size();
+    keys += std::uint64_t{(probed - local) / step + 1} * shards_[raw(index)].size();
   }
   return keys;
 }
@@ -79,17 +91,18 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
                      batch->keys.size(),
                      {}});
     std::size_t place = 0;
-    for_each_unit(question.local, question.probed, [&](StoreIndex group, std::uint32_t unit) {
-      const std::uint32_t tokens = (unit + 1) * groups_[raw(group)].unit_tokens;
-      const auto hash = question.hashes[tokens / hash_tokens_ - 1];
-      if (watch && avoid.contains(RecentPrefixes::tag_of(hash, group), now)) {
-        asked.back().avoided.push_back(place);
+    for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+      find_units(index, question.local, question.probed);
+      append_keys(batch->keys, index, question.hashes);
+      for (std::size_t i = 0; watch && i < units_.size(); ++i) {
+        const std::uint32_t tokens = (units_[i] + 1) * groups_[raw(index)].unit_tokens;
+        const auto hash = question.hashes[tokens / hash_tokens_ - 1];
+        if (!avoid.contains(RecentPrefixes::tag_of(hash, index), now)) continue;
+        asked.back().avoided.push_back(place + i);
         ++counters_.avoided;
       }
-      ++place;
-      for (const RankPosition& shard : schema_->shards(group))
-        schema_->append_key(batch->keys, group, shard, hash);
-    });
+      place += units_.size();
+    }
   }
   ++counters_.calls;
   counters_.keys += batch->keys.size();
@@ -112,21 +125,25 @@ void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items
   std::size_t key = asked.first_key;
   std::size_t place = 0;
   auto avoided = asked.avoided.begin();
-  for_each_unit(asked.local, asked.probed, [&](StoreIndex group, std::uint32_t unit) {
-    bool everywhere = true;
-    for (std::size_t shard = 0; shard < schema_->shards(group).size(); ++shard, ++key) {
-      const ItemStatus status = key < items.size() ? items[key].status : ItemStatus::kFailed;
-      everywhere &= status == ItemStatus::kOk;
-      answer.failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
-                       status != ItemStatus::kNotReady;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    find_units(index, asked.local, asked.probed);
+    const std::size_t keys = units_.size() * shards_[raw(index)].size();
+    for (std::size_t i = 0; i < units_.size(); ++i, ++place) {
+      bool everywhere = true;
+      for (std::size_t at = key + i; at < key + keys; at += units_.size()) {
+        const ItemStatus status = at < items.size() ? items[at].status : ItemStatus::kFailed;
+        everywhere &= status == ItemStatus::kOk;
+        answer.failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
+                         status != ItemStatus::kNotReady;
+      }
+      if (avoided != asked.avoided.end() && *avoided == place) {
+        ++avoided;
+        everywhere = false;
+      }
+      if (everywhere) presence_.mark(index, units_[i]);
     }
-    if (avoided != asked.avoided.end() && *avoided == place) {
-      ++avoided;
-      everywhere = false;
-    }
-    ++place;
-    if (everywhere) presence_.mark(group, unit);
-  });
+    key += keys;
+  }
   answer.hit = search_.find_below(presence_, asked.local, asked.probed, asked.limit);
   if (thinned_) answer.shared = search_.shared_prefix(presence_, asked.local, asked.probed);
   if (!fine_ || answer.hit <= asked.local) return;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -98,13 +99,13 @@ class LookupDesk {
     std::uint32_t limit = 0;
     std::size_t first_key = 0;
     std::vector<std::size_t>
-        avoided;  // objects by their place in for_each_unit's order; mostly none
+        avoided;  // units by their place among those of all groups; mostly none
   };
 
-  // Calls visit(group index, unit) for every object that a hit in (local, probed] could need, in
-  // key order.
-  template <class Visit>
-  void for_each_unit(std::uint32_t local, std::uint32_t probed, Visit visit) const;
+  // Those of a group that a hit in (local, probed] could need, ascending, in units_.
+  void find_units(StoreIndex index, std::uint32_t local, std::uint32_t probed);
+  // Keys of units_ for each shard, one shard behind the other; the store's thread makes them.
+  void append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const;
 
   std::unique_ptr<ObjectBatch> take_batch();
   void answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer);
@@ -113,7 +114,8 @@ class LookupDesk {
   std::shared_ptr<ObjectIndex> index_;
   HitSearch search_;
   const std::vector<HitGroup>& groups_;
-  std::vector<ReachableMask> masks_;  // by group: the chunks that can serve a hit
+  std::vector<ReachableMask> masks_;                   // by group: the chunks that can serve a hit
+  std::vector<std::span<const RankPosition>> shards_;  // by group: of the schema, which is kept
   std::uint32_t alignment_;
   bool fine_;     // hits may end inside a block
   bool thinned_;  // windows are not kept at every step
@@ -124,6 +126,7 @@ class LookupDesk {
   std::vector<OpId> removals_;         // in flight
   std::vector<Removed> removed_;
   std::vector<std::unique_ptr<ObjectBatch>> idle_batches_;
+  std::vector<std::uint32_t> units_;  // of the group in hand
   Presence presence_;
   Completion completion_;
   LookupCounters counters_;

@@ -126,7 +126,16 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
   void append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                   std::span<const std::uint8_t> hash) const;
 
+  // As append_key, of `count` hashes of `hashes`: `first` and every `step`th after it. Whoever
+  // reads the slots first makes the keys.
+  void append_keys_later(KeySlots& slots, StoreIndex group, const RankPosition& shard,
+                         const HashList& hashes, std::uint32_t first, std::uint32_t step,
+                         std::uint32_t count) const;
+
  private:
+  const std::string& checked_prefix(StoreIndex group, const RankPosition& shard,
+                                    std::size_t hash_width) const;
+
   struct Impl;
   explicit KeySchema(std::unique_ptr<const Impl> impl);
   std::unique_ptr<const Impl> impl_;
