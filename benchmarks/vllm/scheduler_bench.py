@@ -268,23 +268,23 @@ def add_requests(scheduler: Any, requests: int, blocks: int, seed: int) -> list[
     hasher = get_request_block_hasher(BLOCK, sha256)
     ids = [f"request-{seed}-{number}" for number in range(requests)]
     for number, name in enumerate(ids):
-        prompt = [
-            (seed + number * 7919 + position) % 31_000 for position in range(blocks * BLOCK)
-        ]
+        prompt = [(seed + number * 7919 + position) % 31_000 for position in range(blocks * BLOCK)]
         parameters = SamplingParams(max_tokens=10_000, ignore_eos=True)
         parameters.update_from_generation_config({}, eos_token_id=2)
         scheduler.add_request(Request(name, prompt, parameters, None, block_hasher=hasher))
     return ids
 
 
-def step(scheduler: Any, arm: Any, meter: Meter, prompt_tokens: int) -> tuple[str, dict[str, float]]:
+def step(
+    scheduler: Any, arm: Any, meter: Meter, prompt_tokens: int
+) -> tuple[str, dict[str, float]]:
     """One step: its phase and its figures. The phase is empty where nothing was scheduled."""
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     output = scheduler.schedule()
     if not output.num_scheduled_tokens:
-        # Lookups are under way; what they cost is counted with the step that follows. An engine with
-        # nothing else to do would ask again and again.
+        # Lookups are under way; what they cost is counted with the step that follows. An idle engine
+        # would ask again and again.
         time.sleep(0.05)
         scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
         return "", {}

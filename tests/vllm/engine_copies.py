@@ -89,7 +89,7 @@ def keep(engine: int, descriptors: list[int]) -> None:
 
 def begin(order: dict[str, Any], descriptors: list[int]) -> str:
     """Makes a copy look like a process of its own."""
-    stdin, log, answer, told = descriptors
+    stdin, log, answer, _ = descriptors
     # Whatever numbers they have: none may be overwritten before it is used.
     high = [os.dup2(each, 100 + at) for at, each in enumerate((stdin, log, log, answer))]
     for each in descriptors:

@@ -113,13 +113,13 @@ class EngineProcess:
     def _original(cls) -> socket.socket:
         if cls._copies is None:
             cls._copies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            script = SCRIPT.with_name("engine_copies.py")
+            script = str(SCRIPT.with_name("engine_copies.py"))
+            number = theirs.fileno()
             subprocess.Popen(
-                ["bash", "-c", f'exec "$@" 3>&{theirs.fileno()}', "bash"]
-                + [sys.executable, str(script)],
+                ["bash", "-c", f'exec "$@" 3>&{number}', "bash", sys.executable, script],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(number,),
             )
             theirs.close()
         return cls._copies

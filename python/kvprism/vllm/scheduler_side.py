@@ -122,7 +122,11 @@ class SchedulerSide:
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens the store has beyond the local ones; None: ask in the next step."""
         tracked = self._requests.get(request.request_id)
-        if tracked is not None and tracked.purged and request.num_computed_tokens == local_tokens == 0:
+        if (
+            tracked is not None
+            and tracked.purged
+            and request.num_computed_tokens == local_tokens == 0
+        ):
             # A reset has overtaken its load, so it is computed from its first token.
             self._begin_again(tracked)
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
