@@ -283,8 +283,8 @@ def step(
 
     output = scheduler.schedule()
     if not output.num_scheduled_tokens:
-        # Lookups are under way; what they cost is counted with the step that follows. An idle engine
-        # would ask again and again.
+        # Lookups are under way; what they cost is counted with the step that follows. An engine
+        # without other work would ask again and again.
         time.sleep(0.05)
         scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[], req_id_to_index={}))
         return "", {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import conftest
 import harness
+import pytest
 from harness import Engine
 from kvprism.local_mooncake import LocalMooncake
 from test_four_ways import BUILTIN, builtin_environment
@@ -13,6 +14,7 @@ from test_four_ways import BUILTIN, builtin_environment
 ENGINE = {"block_size": 32}
 
 
+@pytest.mark.soak  # test_streams.py shares a pool, too; here it is with a prefix
 def test_the_built_in_connector_and_ours_share_a_pool(tmp_path: Path) -> None:
     path = conftest.model("llama")
     prefixed = BUILTIN | {"kv_connector_extra_config": {"cache_prefix": "ours-first"}}
