@@ -39,8 +39,7 @@ std::string append(const std::string& path, const std::string& text) {
   } else if (!S_ISREG(found.st_mode)) {
     problem = "it is no regular file";
   } else if (static_cast<std::size_t>(found.st_size) + text.size() > kMostBytes) {
-    problem =
-        fmt::format("it has {} bytes, and at most {} are kept", found.st_size, kMostBytes);
+    problem = fmt::format("it has {} bytes, and at most {} are kept", found.st_size, kMostBytes);
   } else {
     errno = 0;
     const ssize_t written = ::write(file, text.data(), text.size());

@@ -58,7 +58,7 @@ struct MooncakeOptions {
   // Memory is registered in pieces of at most so many bytes, for devices that take no more at once
   // (R67); what is moved is cut where they meet. 0: each region whole; else at least 1 MiB.
   std::uint64_t max_region_bytes = 0;
-  Duration connect_timeout = seconds(2);     // for the master's port
+  Duration connect_timeout = seconds(2);  // for the master's port
   // Set before the library is opened for the first time in the process, never after.
   std::vector<std::pair<std::string, std::string>> environment;
   std::string rdma_device_folder = "/sys/class/infiniband";
