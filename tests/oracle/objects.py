@@ -195,7 +195,7 @@ def read(cache: Cache, segments: list[tuple[int, int]]) -> bytes | None:
     for address, length in segments:
         for memory in cache.memories:
             first = address - memory.data_ptr()
-            if 0 <= first and first + length <= memory.numel():
+            if first >= 0 and first + length <= memory.numel():
                 out += bytes(memory[first : first + length].tolist())
                 break
         else:
@@ -203,7 +203,7 @@ def read(cache: Cache, segments: list[tuple[int, int]]) -> bytes | None:
     return out
 
 
-class Unstarted(Exception):
+class StartError(Exception):
     """The reference itself does not start with a cache."""
 
 
@@ -215,7 +215,7 @@ def theirs(cache: Cache, block: int, tokens: int) -> bytes | None:
     try:
         layout.register_kv_caches(views, BLOCKS)
     except AssertionError as error:
-        raise Unstarted from error
+        raise StartError from error
     addresses, sizes, _ = layout.prepare_values([(0, tokens)], [block], [0])
     return read(cache, list(zip(addresses[0], sizes[0], strict=True)))
 
@@ -242,7 +242,7 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
             for group in range(len(cache.config["groups"]))
             for block in range(1, BLOCKS)
         )
-    except Unstarted:
+    except StartError:
         counts["where the reference does not start"] += 1
         return None
     groups = "one group" if len(cache.config["groups"]) == 1 else "several groups"
