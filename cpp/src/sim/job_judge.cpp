@@ -209,7 +209,8 @@ void JobJudge::load_ended(const LoadEnd& end) {
     fail("purge", "load job " + number(raw(end.job)) + " brings what a purge has made void");
   const bool present =
       job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
-  if (job != jobs_.end() && end.blocks_quiet) owe_gone(job->second, present);
+  // What is told of a load that was given up is true, and not owed.
+  if (job != jobs_.end()) owe_gone(job->second, present && end.blocks_quiet);
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
   if (!end.complete && clean_) {
     fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");

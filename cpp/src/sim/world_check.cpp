@@ -125,7 +125,8 @@ void WorldRun::check_stored(const Completed& done) {
   };
   // Where a prefill stops for its state.
   const std::uint32_t stop = drafts ? (done.prompt == 0 ? 0 : before(done.prompt)) : steps;
-  check_stored(done, trail, last, {.windows = !retention, .states = last == stop});
+  check_stored(done, trail, last,
+               {.windows = !retention, .states = last == stop && (!drafts || done.start < stop)});
   if (objects_.alignment() < step_tokens_)
     check_stored(done, trail, model_checkpoint(done.prompt, objects_.alignment(), drafts),
                  {.windows = true, .states = true});
@@ -153,6 +154,9 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
     // Accepted drafts carry a request past the end of an attention chunk, whose blocks are gone
     // then.
     if (group.kind == GroupModel::Kind::kChunk && config_.engine.draft_tokens != 0) continue;
+    // Behind a step the block that proves a draft's window is gone before the next step is full.
+    const bool behind = missing.chunk >= group.chunks(end);
+    if (behind && group.kind != GroupModel::Kind::kFull && group.tokens < step_tokens_) continue;
     // A request that leaves before its next step never offers its last state, and long steps pass
     // states by.
     const bool state = group.kind == GroupModel::Kind::kState;

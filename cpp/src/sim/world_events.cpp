@@ -190,7 +190,8 @@ void WorldRun::take_finished() {
     // One that was preempted has started again somewhere else.
     const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
     if (config_.clean)
-      completed_.push_back({request.id, tokens, prompt, request.prompt_tokens, junction});
+      completed_.push_back({request.id, tokens, prompt, request.prompt_tokens,
+                            request.local_hit_tokens + request.external_hit_tokens, junction});
     if (turns_.size() < 16) turns_.emplace_back();
     turns_[random_.below(turns_.size())] = std::move(tokens);
   }

@@ -43,6 +43,7 @@ struct Completed {
   std::vector<std::uint32_t> tokens;
   std::uint32_t prompt = 0;    // tokens; 0 when it has started more than once
   std::uint32_t size = 0;      // tokens of the prompt
+  std::uint32_t start = 0;     // of those that it found, local or in the store
   std::uint32_t junction = 0;  // where it left what others had stored; 0: unknown
 };
 
