@@ -159,7 +159,10 @@ void JobJudge::planned(const StepPlan& plan) {
         std::string content(hash.begin(), hash.end());
         content += number(raw(run.group));
         if (record.kind == JobKind::kLoad) check_damaged(record, content);
-        job.pieces.push_back({run.group, run.first_chunk + i, plan.mark_tokens[run.first_mark + i],
+        // A block that is used in part may lie under a longer prefix.
+        const std::uint32_t size = chunk_tokens_[raw(run.group)];
+        const std::uint32_t used = i + 1 < run.count ? size : run.valid_tokens_last;
+        job.pieces.push_back({run.group, run.first_chunk + i, (run.first_chunk + i) * size + used,
                               std::move(content)});
         if (raw(block) <= 0 || static_cast<std::size_t>(raw(block)) >= held_.size()) {
           fail("null block", "a plan names block " + std::to_string(raw(block)));

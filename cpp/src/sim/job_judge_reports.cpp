@@ -121,8 +121,9 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
         place_name(stored, one.rank / tp_, objects_.shard_of(stored, one.rank % tp_),
                    std::string_view(piece->content).substr(0, sizeof(BlockHash)));
     may_go_.insert(place);
-    // Of one whose request has left the scheduler knows no key.
-    if (!in_time || !present || job.whole) continue;
+    if (!in_time || job.whole) continue;
+    // A load that was given up knows no key once its request has left.
+    if (!present && options_.detach_quarantined_loads) continue;
     must_go_.insert(place);
     damaged_[piece->content] = now_;
     // Whoever computes it anew stores it anew.
@@ -132,7 +133,7 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
       return &other.second != &job && other.second.request == job.request &&
              other.second.generation == job.generation;
     });
-    if (first && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
+    if (present && first && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
         piece->tokens % chunk_tokens_[stored] == 0) {
       holes_[raw(job.request)].push_back({piece->chunk * chunk_tokens_[stored], piece->content});
     }

@@ -194,13 +194,15 @@ bool ObjectJudge::lacks_behind(std::size_t stored, const TokenTrail& trail, std:
   if (behind == Behind::kNothing || !group.draft || group.kind == GroupModel::Kind::kState)
     return false;
   const bool prefix = group.kind == GroupModel::Kind::kFull;
-  // With several of them, one may have shown its object behind a longer prefix.
-  if (behind == Behind::kCertain && !prefix && draft_families_ > 1) return false;
+  // With several of them, one may have shown its object behind a longer prefix; and behind the end
+  // of an attention chunk there is nothing to show.
+  const bool chunked = group.kind == GroupModel::Kind::kChunk;
+  if (behind == Behind::kCertain && !prefix && (chunked || draft_families_ > 1)) return false;
   const std::uint32_t end = tokens + (group.fine ? shape_.alignment : group.tokens);
   chunk = tokens / group.tokens;
   // No search is certain of what it cannot look at.
   if (behind == Behind::kAll && end > most) return true;
-  if (group.kind == GroupModel::Kind::kChunk && group.first_needed(end) > chunk) return false;
+  if (chunked && group.first_needed(end) > chunk) return false;
   if (end > most) return true;
   return !has_chunk(stored, trail, chunk, end, behind == Behind::kAll ? end : most);
 }

@@ -127,9 +127,10 @@ void WorldRun::check_stored(const Completed& done) {
   const std::uint32_t stop = drafts ? (done.prompt == 0 ? 0 : before(done.prompt)) : steps;
   check_stored(done, trail, last,
                {.windows = !retention, .states = last == stop && (!drafts || done.start < stop)});
+  // A draft's prompt ends a unit behind it, where a window may have moved on.
   if (objects_.alignment() < step_tokens_)
     check_stored(done, trail, model_checkpoint(done.prompt, objects_.alignment(), drafts),
-                 {.windows = true, .states = true});
+                 {.windows = !drafts, .states = true});
   // Of a request that has started more than once it is not known here what it was looked up for.
   if (!retention || done.prompt == 0) return;
   if (done.junction != 0) count(WorldFault::kJunction);
