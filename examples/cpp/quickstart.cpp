@@ -27,10 +27,12 @@ constexpr const char* kConfig =
   "block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "float16"}]})";
 constexpr std::size_t kPage = 16 * (8 + 8) * 2;  // bytes of a block
 
-// Lets the worker finish a step's jobs and tells the scheduler; a real engine does this once a
-// step.
+// A step's jobs from the plan to the report. Nothing is computing here, so that the bytes are there
+// when submit is called; an engine with a device gives its event instead of ReadyToken::host(). It
+// also follows take_acquired and take_released: see ../cpp_engine/engine.cpp.
 void run_jobs(StoreScheduler& scheduler, StoreWorker& worker, Instant now) {
-  worker.submit(scheduler.end_step(now).view(), ReadyToken::host());
+  const StepPlan& plan = scheduler.end_step(now);
+  if (!plan.empty()) worker.submit(plan.view(), ReadyToken::host());
   while (worker.pump(now)) {
   }
   WorkerReport report;
@@ -45,36 +47,34 @@ int main() {
   std::vector<std::uint8_t> hash_bytes(3 * 16);
   std::iota(hash_bytes.begin(), hash_bytes.end(), std::uint8_t{1});
   const HashList hashes{hash_bytes.data(), 3, 16};
-  KeyFacts facts;
-  facts.model = "my-model";
-  facts.hash_algorithm = "sha256_cbor";
   std::vector<std::byte> memory(8 * kPage);
-  CacheTensor tensor;
-  tensor.base = memory.data();
-  tensor.bytes = memory.size();
-  tensor.layers = {"l0"};
-  tensor.block_stride = kPage;
+  std::memset(memory.data() + kPage, 0xaa, 3 * kPage);  // request 1 has computed 48 tokens
 
   // [readme]
   const SpecRegistry registry = SpecRegistry::builtin();
   const auto projection = Projection::make(cache_config_from_json(kConfig, registry), registry);
-  const auto schema = KeySchema::kvprism(projection, facts);
+  const auto schema =
+      KeySchema::kvprism(projection, {.model = "my-model", .hash_algorithm = "sha256_cbor"});
+  const CacheTensor tensor{
+      .base = memory.data(), .bytes = memory.size(), .layers = {"l0"}, .block_stride = kPage};
   const auto map = SegmentMap::make(projection, {tensor});
   const auto store = std::make_shared<MemoryStore>(std::make_shared<MemoryPool>());
   StoreScheduler scheduler(schema, store, {.epoch = 0x5eed});
   StoreWorker worker(schema, map, store, {});
 
-  const std::vector<BlockId> blocks{BlockId{1}, BlockId{2}, BlockId{3}};  // 48 computed tokens
+  const std::vector<BlockId> blocks{BlockId{1}, BlockId{2}, BlockId{3}};  // of request 1
   const std::vector<std::span<const BlockId>> rows{blocks};               // one row a group
   scheduler.advanced(RequestId{1}, 48, hashes);
   scheduler.save(RequestId{1}, scheduler.wants_save(RequestId{1}, now), BlockRows(rows), now);
-  worker.submit(scheduler.end_step(now).view(), ReadyToken::host());
+  worker.submit(scheduler.end_step(now).view(), ReadyToken::host());  // the bytes are there
+  while (worker.pump(now)) {  // a PumpThread does this for an engine
+  }
+  WorkerReport report;
+  while (worker.poll(report)) scheduler.report(report, now);
   // [readme]
-  std::memset(memory.data() + kPage, 0xaa, 3 * kPage);
-  run_jobs(scheduler, worker, now);
 
   // Another request with the same prefix, whose blocks are 5, 6 and 7.
-  scheduler.lookup(RequestId{2}, 49, hashes, 0, now);
+  scheduler.lookup(RequestId{2}, 49, hashes, 0, now);  // pending: the step sends the question
   run_jobs(scheduler, worker, now);
   const LookupResult hit = scheduler.lookup(RequestId{2}, 49, hashes, 0, now);
   const std::vector<BlockId> others{BlockId{5}, BlockId{6}, BlockId{7}};

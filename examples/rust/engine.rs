@@ -40,9 +40,12 @@ struct SchedulerOptions {
     saves: bool,
     detach_quarantined_loads: bool,
     checked: bool,
-    durations_ns: [i64; 9],
+    tell_changes: bool,
+    durations_ns: [i64; 10],
     backoff_after: u32,
     max_held_percent: u32,
+    flight_record_path: *const c_char,
+    record_to: *const c_char,
 }
 
 #[repr(C)]
