@@ -630,7 +630,10 @@ Returns:
 Returns:
     Block ids, in order; an id may appear more than once.)")
       .def(
-          "has_pending_work", [](BoundScheduler& b) { return Use(b)->has_pending_work(); },
+          "has_pending_work",
+          [](BoundScheduler& b) {
+            return Use(b).with([](auto& s) { return s.has_pending_work(); });
+          },
           "True while a job is not quiet: the engine must keep stepping.")
       .def(
           "tracked", [](BoundScheduler& b) { return Use(b)->tracked(); },

@@ -154,9 +154,11 @@ static void one_owner_a_side(void) {
   options.epoch = 5;
   OK(kvprism_scheduler_new(schema, store, &options, &scheduler, &error));
   kvprism_scheduler* second = NULL;
-  FAILS(kvprism_scheduler_new(schema, store, &options, &second, &error), KVPRISM_INVALID_ARGUMENT,
-        "kvprism_scheduler_new: store = used by another scheduler: expected a connection of its "
-        "own");
+  FAILS(kvprism_scheduler_new(schema, store, &options, &second, &error), KVPRISM_INVALID_CONFIG,
+        "store scheduler: index = in use: expected an object index of its own (completions go to "
+        "whoever polls; destroy its user first, or connect again)");
+  kvprism_scheduler_free(scheduler);
+  OK(kvprism_scheduler_new(schema, store, &options, &scheduler, &error));
   FAILS(kvprism_scheduler_set_mode(scheduler, 4, &error), KVPRISM_INVALID_ARGUMENT,
         "kvprism_scheduler_set_mode: mode = 4: expected 0 to 3");
   OK(kvprism_scheduler_set_mode(scheduler, 3, &error));
@@ -186,9 +188,11 @@ static void mooncake_says_what_is_wrong(void) {
   OK(kvprism_mooncake_options_init(&options, sizeof options, &error));
   CHECK_TEXT(options.protocol, "tcp");
   options.protocol = "pigeon";
+  options.setup_timeout_ns = -1;
   kvprism_error* error = NULL;
   CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
-  CHECK(kvprism_error_num_problems(error) == 2); /* no master, no such protocol */
+  CHECK(kvprism_error_num_problems(error) == 3); /* no master, no such protocol, no time */
+  CHECK(strstr(kvprism_error_message(error), "setup_timeout = -1: expected positive") != NULL);
   CHECK(strstr(kvprism_error_message(error), "protocol = pigeon: expected") != NULL);
   kvprism_error_free(error);
 }
@@ -231,6 +235,8 @@ static void null_handles(void) {
 
   REFUSED(kvprism_projection_from_json(NULL, 1, &projection, NULL));
   REFUSED(kvprism_projection_from_json("{}", 2, NULL, NULL));
+  REFUSED(kvprism_kind_init(NULL, sizeof(kvprism_kind), NULL));
+  REFUSED(kvprism_projection_with_kinds(NULL, 1, NULL, 0, &projection, NULL));
   REFUSED(kvprism_projection_get_info(NULL, &info, NULL));
   REFUSED(kvprism_projection_get_group(NULL, 0, &group, NULL));
   REFUSED(kvprism_projection_why_not_stored(NULL, 0, &text, NULL));
@@ -267,6 +273,11 @@ static void null_handles(void) {
   REFUSED(kvprism_scheduler_end_step(NULL, 0, &bytes, &length, NULL));
   REFUSED(kvprism_scheduler_report(NULL, hash, sizeof hash, 0, NULL));
   REFUSED(kvprism_scheduler_take_load_end(NULL, &end, &flag, NULL));
+  kvprism_change change = {.struct_size = sizeof change};
+  kvprism_health health = {.struct_size = sizeof health};
+  REFUSED(kvprism_scheduler_take_change(NULL, &change, &flag, NULL));
+  REFUSED(kvprism_scheduler_health(NULL, &health, &text, NULL));
+  REFUSED(kvprism_scheduler_known_hashes(NULL, 1, &small, NULL));
   REFUSED(kvprism_scheduler_take_acquired(NULL, &blocks, NULL));
   REFUSED(kvprism_scheduler_take_released(NULL, &blocks, NULL));
   REFUSED(kvprism_scheduler_has_pending_work(NULL, &flag, NULL));

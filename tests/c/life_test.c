@@ -10,6 +10,7 @@ static const char kConfig[] =
     "{\"num_blocks\": 8, \"groups\": [{\"kind\": \"full_attention\", \"layers\": [\"l0\"],"
     " \"block_size\": 16, \"num_kv_heads\": 1, \"head_size\": 8, \"dtype\": \"float16\"}]}";
 static const int64_t kSecond = 1000000000;
+static const char kRecording[] = "c_life_test.run"; /* where the test runs */
 
 typedef struct {
   kvprism_store* store;
@@ -68,6 +69,11 @@ static void open_engine(Engine* engine, const kvprism_memory_pool* pool, const c
   OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
   options.epoch = 0x5eed;
   options.checked = true;
+  options.tell_changes = true;
+  options.healthy_after_ns = kSecond;
+  options.flight_record_path = "c_life_test.flight";
+  remove(kRecording);
+  if (master == NULL) options.record_to = kRecording;
   OK(kvprism_scheduler_new(schema, engine->store, &options, &engine->scheduler, &error));
   kvprism_worker_options worker;
   OK(kvprism_worker_options_init(&worker, sizeof worker, &error));
@@ -141,6 +147,32 @@ static void find_group_counter(void* context, const char* name, uint64_t value) 
   if (strcmp(name, "loaded_bytes") == 0) *(uint64_t*)context = value;
 }
 
+/* Three chunks, each behind the one before it, and nothing else. */
+static void changes(Engine* engine, const unsigned char* hashes) {
+  kvprism_change change = {.struct_size = sizeof change};
+  bool found = false;
+  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+    OK(kvprism_scheduler_take_change(engine->scheduler, &change, &found, &error));
+    CHECK(found && change.stored && change.request == 1 && change.group == 0);
+    CHECK(change.chunk == chunk && change.tokens == (chunk + 1) * 16);
+    CHECK(change.hash_bytes == 16 && memcmp(change.hash, hashes + chunk * 16, 16) == 0);
+    CHECK(change.parent_bytes == (chunk == 0 ? 0u : 16u));
+    if (chunk != 0) CHECK(memcmp(change.parent, hashes + (chunk - 1) * 16, 16) == 0);
+  }
+  OK(kvprism_scheduler_take_change(engine->scheduler, &change, &found, &error));
+  CHECK(!found);
+}
+
+static void health(const Engine* engine) {
+  kvprism_health health = {.struct_size = sizeof health};
+  char* text = NULL;
+  OK(kvprism_scheduler_health(engine->scheduler, &health, &text, &error));
+  CHECK(health.state == KVPRISM_HEALTHY && health.reasons == 0);
+  CHECK_TEXT(text, "healthy");
+  kvprism_string_free(text);
+  OK(kvprism_scheduler_health(engine->scheduler, &health, NULL, &error));
+}
+
 static void purge(Engine* engine, const kvprism_memory_pool* pool) {
   const char* state = NULL;
   uint64_t removed = 0;
@@ -176,6 +208,8 @@ static void live(const char* master, bool pump_thread) {
   OK(kvprism_scheduler_save(engine.scheduler, 1, from, to, &row, 1, kvprism_now(), &error));
   const kvprism_ready ready = {&ready_at_second, &destroy_ready, &engine};
   drain(&engine, &ready);
+  changes(&engine, hash_bytes);
+  health(&engine);
   CHECK(engine.queries == 2);
   for (int i = 0; i < kBlocks; ++i) CHECK(engine.references[i] == 0);
   uint64_t saved = 0;
@@ -253,6 +287,14 @@ static void live(const char* master, bool pump_thread) {
   if (master == NULL) purge(&engine, pool);
   close_engine(&engine);
   kvprism_memory_pool_free(pool);
+  if (master == NULL) {
+    FILE* const recording = fopen(kRecording, "rb");
+    char magic[4] = "";
+    CHECK(recording != NULL && fread(magic, 1, 4, recording) == 4);
+    CHECK(memcmp(magic, "KVPR", 4) == 0);
+    fclose(recording);
+  }
+  remove(kRecording);
 }
 
 int main(int argc, char** argv) {

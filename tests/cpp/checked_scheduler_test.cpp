@@ -122,6 +122,7 @@ TEST_F(CheckedSchedulerTest, AnEngineThatKeepsTheOrderSeesNothing) {
 }
 
 TEST_F(CheckedSchedulerTest, LoadsOnlyWhatALookupOffered) {
+  scheduler_.prompt(kRequest, 40);
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, others_.get(), now_); }),
             "scheduler call: allocated(request 7) = 32 tokens to load, no answer of a lookup: "
             "expected all that the last lookup of this request offered, or 0");
@@ -146,6 +147,17 @@ TEST_F(CheckedSchedulerTest, LoadsOnlyWhatALookupOffered) {
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, short_row.get(), now_); }),
             "scheduler call: allocated(request 7) = a table of 1 blocks for group 1: expected at "
             "least 2 blocks, for 32 tokens");
+  const Rows no_state({{5, 6}, {8, 0}});
+  EXPECT_EQ(
+      refusal([&] { scheduler_.allocated(kRequest, 32, no_state.get(), now_); }),
+      "scheduler call: allocated(request 7) = the null block as entry 1 of the table of group "
+      "1: expected the block of tokens 16 to 32");
+  EXPECT_EQ(refusal([&] { scheduler_.advanced(kRequest, 40, hashes_.list()); }),
+            "scheduler call: advanced(request 7) = 32 tokens offered: expected allocated first, "
+            "with all of them or 0");
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 32}, others_.get(), now_); }),
+            "scheduler call: save(request 7) = 32 tokens offered: expected allocated first, with "
+            "all of them or 0");
   EXPECT_FALSE(scheduler_.allocated(kRequest, 0, others_.get(), now_));
   EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 32, others_.get(), now_); }),
             "scheduler call: allocated(request 7) = 32 tokens to load, no answer of a lookup: "
@@ -170,6 +182,8 @@ TEST_F(CheckedSchedulerTest, ARequestThatLoadsIsLeftAlone) {
             "scheduler call: allocated(request 7)" + rest);
   EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 32}, others_.get(), now_); }),
             "scheduler call: save(request 7)" + rest);
+  EXPECT_EQ(refusal([&] { scheduler_.boundary(kRequest, GroupId{1}, BlockId{8}, 32); }),
+            "scheduler call: boundary(request 7)" + rest);
   step();
   scheduler_.advanced(kRequest, 40, hashes_.list());
 }
@@ -179,9 +193,19 @@ TEST_F(CheckedSchedulerTest, SavesWhatIsWanted) {
   EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {16, 32}, two_.get(), now_); }),
             "scheduler call: save(request 7) = range [16, 32): expected what wants_save says, "
             "[0, 32), or a first part of it in multiples of 16 tokens");
+  scheduler_.prompt(RequestId{9}, 16);
   EXPECT_EQ(refusal([&] { scheduler_.save(RequestId{9}, {0, 16}, two_.get(), now_); }),
             "scheduler call: save(request 9) = range [0, 16): expected no save, as wants_save has "
             "nothing");
+  const Rows one_block({{1}, {0, 4}});
+  EXPECT_EQ(
+      refusal([&] { scheduler_.save(kRequest, {0, 32}, one_block.get(), now_); }),
+      "scheduler call: save(request 7) = a table of 1 blocks for group 0: expected at least 2 "
+      "blocks, for 32 tokens");
+  const Rows hole({{1, 0}, {0, 4}});
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 32}, hole.get(), now_); }),
+            "scheduler call: save(request 7) = the null block as entry 1 of the table of group 0: "
+            "expected the block of tokens 16 to 32");
   EXPECT_EQ(refusal([&] { scheduler_.boundary(kRequest, GroupId{0}, BlockId{3}, 16); }),
             "scheduler call: boundary(request 7) = group 0: expected a group whose states are "
             "handed off");
@@ -189,6 +213,86 @@ TEST_F(CheckedSchedulerTest, SavesWhatIsWanted) {
             "scheduler call: boundary(request 7) = block 0 at 16 tokens: expected a block of the "
             "pool, at a multiple of 16 tokens whose hash is known");
   scheduler_.save(kRequest, {0, 16}, two_.get(), now_);
+}
+
+TEST_F(CheckedSchedulerTest, TablesNameBlocksOfThePoolAndEachOnce) {
+  scheduler_.advanced(kRequest, 32, hashes_.list());
+  const auto refused = [&](const Rows& rows) {
+    return refusal([&] { scheduler_.save(kRequest, {0, 32}, rows.get(), now_); });
+  };
+  EXPECT_EQ(refused(Rows({{1, 64}, {0, 4}})),
+            "scheduler call: save(request 7) = block 64 in the table of group 0: expected 0 to 63, "
+            "the blocks of the pool");
+  EXPECT_EQ(refused(Rows({{1, 2}, {0, -1}})),
+            "scheduler call: save(request 7) = block -1 in the table of group 1: expected 0 to 63, "
+            "the blocks of the pool");
+  EXPECT_EQ(refused(Rows({{1, 1}, {0, 4}})),
+            "scheduler call: save(request 7) = block 1 twice in the table of group 0: expected a "
+            "block of its own for every entry");
+  EXPECT_EQ(refused(Rows({{1, 2}, {0, 2}})),
+            "scheduler call: save(request 7) = block 2 in the tables of groups 0 and 1: expected a "
+            "block of its own for every entry");
+  const std::vector<std::span<const BlockId>> null_row{
+      std::span<const BlockId>(static_cast<const BlockId*>(nullptr), 2), {}};
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 32}, BlockRows(null_row), now_); }),
+            "scheduler call: save(request 7) = a null table for group 0: expected an array of "
+            "block ids");
+  EXPECT_EQ(scheduler_.counters().saves, 0u);
+  EXPECT_EQ(refused(Rows({{1, 2}, {0, 0}})), "not refused") << "the null block may come twice";
+}
+
+TEST_F(CheckedSchedulerTest, ARequestBeginsOnceAndFinishesOnce) {
+  const auto message = [](const std::string& call) {
+    return "scheduler call: " + call +
+           "(request 7) = not known: expected a request that lookup, prompt, restrict or advanced "
+           "has begun and finished has not ended";
+  };
+  const auto unknown = [&] {
+    EXPECT_EQ(refusal([&] { scheduler_.allocated(kRequest, 0, two_.get(), now_); }),
+              message("allocated"));
+    EXPECT_EQ(refusal([&] { scheduler_.wants_save(kRequest, now_); }), message("wants_save"));
+    EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, {0, 16}, two_.get(), now_); }),
+              message("save"));
+    EXPECT_EQ(refusal([&] { scheduler_.boundary(kRequest, GroupId{1}, BlockId{4}, 16); }),
+              message("boundary"));
+    EXPECT_EQ(refusal([&] { scheduler_.preempted(kRequest); }), message("preempted"));
+    EXPECT_EQ(refusal([&] { scheduler_.finished(kRequest, FinishReason::kAborted); }),
+              message("finished"));
+  };
+  unknown();
+  scheduler_.restrict(kRequest, {});
+  scheduler_.preempted(kRequest);
+  scheduler_.finished(kRequest, FinishReason::kCompleted);
+  unknown();
+}
+
+TEST_F(CheckedSchedulerTest, WhatHasEndedIsTakenOnceAStep) {
+  save_two_blocks(RequestId{1});
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  step();
+  scheduler_.lookup(kRequest, 40, hashes_.list(), 0, now_);
+  ASSERT_TRUE(scheduler_.allocated(kRequest, 32, others_.get(), now_));
+  worker_.submit(scheduler_.end_step(now_).view(), ReadyToken::host());
+  scheduler_.take_acquired(acquired_);
+  while (worker_.pump(now_)) {
+  }
+  WorkerReport report;
+  while (worker_.poll(report)) EXPECT_TRUE(scheduler_.report(report, now_));
+  scheduler_.end_step(now_);
+  EXPECT_TRUE(scheduler_.has_pending_work());
+  EXPECT_EQ(refusal([&] { scheduler_.end_step(now_); }),
+            "scheduler call: end_step = 3 released blocks not taken: expected take_released once a "
+            "step: they are nobody's until then");
+  scheduler_.take_released(released_);
+  EXPECT_EQ(released_.size(), acquired_.size());
+  EXPECT_EQ(
+      refusal([&] { scheduler_.end_step(now_); }),
+      "scheduler call: end_step = 1 load ends not taken: expected take_load_ends once a step: "
+      "their requests wait for them");
+  scheduler_.take_load_ends(ends_);
+  EXPECT_EQ(ends_.size(), 1u);
+  scheduler_.end_step(now_);
+  EXPECT_FALSE(scheduler_.has_pending_work());
 }
 
 TEST_F(CheckedSchedulerTest, BlocksAreHeldBeforeOthersAreFreed) {
@@ -219,6 +323,14 @@ TEST_F(CheckedSchedulerTest, HashesContinueThoseThatAreKnown) {
   EXPECT_EQ(refusal([&] { scheduler_.advanced(kRequest, 48, four.list(3)); }),
             "scheduler call: advanced(request 7) = hashes 3 to 4 of 16 bytes: expected hashes of "
             "one width that begin at or before number 2");
+  const HashList null{nullptr, 3, 16, 0};
+  EXPECT_EQ(
+      refusal([&] { scheduler_.advanced(kRequest, 48, null); }),
+      "scheduler call: advanced(request 7) = 3 hashes at a null address: expected an array of "
+      "hashes, or none");
+  EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 49, null, 0, now_); }),
+            "scheduler call: lookup(request 7) = 3 hashes at a null address: expected an array of "
+            "hashes, or none");
   const Hashes foreign(2, 99);
   EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, foreign.list(), 0, now_); }),
             "scheduler call: lookup(request 7) = other hashes than before: expected the same "
@@ -239,8 +351,20 @@ TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
   EXPECT_EQ(scheduler_.purge_status().state, PurgeState::kNone);
   const std::vector<std::byte> rubbish(24);
   EXPECT_EQ(refusal([&] { scheduler_.report(rubbish, Instant{5000}); }),
-            "scheduler call: report = 24 bytes that cannot be read: expected reports as "
-            "StoreWorker::poll gave them, one behind the other");
+            "scheduler call: report = 24 bytes that cannot be read, or tells of chunks that its "
+            "job does not move: expected reports as StoreWorker::poll gave them, one behind the "
+            "other");
+  WorkerReport foreign;
+  foreign.epoch = 2;
+  foreign.jobs.resize(1);
+  EXPECT_EQ(refusal([&] { scheduler_.report(foreign, Instant{5000}); }),
+            "scheduler call: report = a report of 1 jobs of another epoch: expected reports of "
+            "epoch 1, from workers that take no other scheduler's plans");
+  foreign.epoch = 1;
+  foreign.jobs[0].num_failed = 7;
+  EXPECT_THAT(refusal([&] { scheduler_.report(foreign, Instant{5000}); }),
+              ::testing::StartsWith("scheduler call: report = a report of 1 jobs that cannot be "
+                                    "read"));
 }
 
 TEST_F(CheckedSchedulerTest, OneCallAtATime) {

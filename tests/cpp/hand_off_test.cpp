@@ -26,6 +26,7 @@ class HandOffTest : public testing::Test {
     options.epoch = 7;
     options.backoff_after = 1;
     options.backoff = seconds(5);
+    scheduler_.reset();
     scheduler_ = std::make_unique<StoreScheduler>(test::make_schema(projection), store_, options);
     scheduler_->advanced(kRequest, 48, hashes_.list());
   }

@@ -44,6 +44,7 @@ class HealthTest : public ::testing::Test {
   void build(StoreSchedulerOptions options = {}) {
     options.epoch = 9;
     schema = test::make_schema(test::make_projection({test::full_group(16)}));
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
   std::vector<std::string> health_lines() {

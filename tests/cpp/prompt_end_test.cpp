@@ -64,6 +64,7 @@ class PromptEndTest : public ::testing::Test {
     schema = test::make_schema(projection);
     StoreSchedulerOptions options;
     options.epoch = 7;
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
 
@@ -365,6 +366,7 @@ TEST_F(PromptEndTest, FailuresRewindToAUnitThatAllGroupsHave) {
   schema = test::make_schema(projection);
   StoreSchedulerOptions options;
   options.epoch = 7;
+  scheduler.reset();
   scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   exists(0, {16, 28});
   exists(1, {8, 16, 24, 28});
@@ -412,6 +414,7 @@ TEST_F(PromptEndTest, ADraftsProofIsLookedForAsFarAsItIsSaved) {
     store = std::make_shared<test::ScriptedStore>();
     StoreSchedulerOptions options;
     options.epoch = 7;
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
     scheduler->prompt(kRequest, prompt);
     const StepPlan& plan = compute(prompt);
@@ -437,6 +440,7 @@ TEST_F(PromptEndTest, OfAWindowOnlyItsReachIsSavedAndTheSaveIsKnownAsWhole) {
   schema = test::make_schema(projection);
   StoreSchedulerOptions options;
   options.epoch = 7;
+  scheduler.reset();
   scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   // The blocks before the window have been given back.
   const test::Rows rows{{{11, 12, 13, 14}, {0, 0, 0, 0, 0, 25, 26, 27}, {31}}};

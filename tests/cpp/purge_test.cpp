@@ -31,6 +31,7 @@ class PurgeTest : public ::testing::Test {
         test::make_projection({test::full_group(16), test::full_group(16, "second")}, 64, tp);
     schema = test::make_schema(projection);
     options.epoch = kEpoch;
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
 
@@ -469,6 +470,7 @@ TEST_F(PurgeTest, WhereKeysDoNotNameTheSizeAnotherSizeIsAnotherEngines) {
   schema = KeySchema::vllm(projection, facts);
   StoreSchedulerOptions options;
   options.epoch = kEpoch;
+  scheduler.reset();
   scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   ASSERT_EQ(offered(RequestId{8}), 64u);
   const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);

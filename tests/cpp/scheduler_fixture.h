@@ -46,6 +46,7 @@ class SchedulerTest : public ::testing::Test {
     projection = make_projection(std::move(groups), 64, options.ranks == 0 ? 1 : options.ranks);
     schema = make_schema(projection);
     if (options.epoch == 0) options.epoch = kEpoch;
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
   void build_hybrid(StoreSchedulerOptions options = {}) {
@@ -62,6 +63,7 @@ class SchedulerTest : public ::testing::Test {
     schema = make_schema(projection);
     StoreSchedulerOptions options;
     options.epoch = kEpoch;
+    scheduler.reset();
     scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
 

@@ -378,6 +378,82 @@ TEST_F(SchedulerTest, HashesOfNoWidthOrOneThatNoKeyHasAreRefused) {
   EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64})) << "a good width still fits";
 }
 
+TEST_F(SchedulerTest, HashesAtANullAddressAreRefused) {
+  build_hybrid();
+  const HashList null{nullptr, 4, 16, 0};
+  scheduler->advanced(kRequest, 64, null);
+  EXPECT_EQ(scheduler->counters().hashes_refused, 1u);
+  EXPECT_EQ(scheduler->known_hashes(kRequest), 0u);
+  EXPECT_EQ(scheduler->lookup(kRequest, 65, null, 0, now).pending, false);
+  EXPECT_EQ(scheduler->counters().hashes_refused, 2u);
+  const Hashes hashes(4, 1);
+  HashList wraps = hashes.list();
+  wraps.first = UINT32_MAX - 1;
+  scheduler->advanced(kRequest, 64, wraps);
+  EXPECT_EQ(scheduler->counters().hashes_refused, 3u);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_EQ(scheduler->known_hashes(kRequest), 4u);
+}
+
+TEST_F(SchedulerTest, AnIndexHasOneSchedulerAtATime) {
+  build_hybrid();
+  StoreSchedulerOptions options;
+  options.epoch = 3;
+  const auto second = [&] { StoreScheduler(schema, store, options); };
+  try {
+    second();
+    FAIL() << "two schedulers would take each other's answers";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "store scheduler: index = in use: expected an object index of its own "
+                 "(completions go to whoever polls; destroy its user first, or connect again)");
+  }
+  scheduler.reset();
+  options.epoch = 0;
+  EXPECT_THROW(second(), Error) << "and one that could not be made does not hold it";
+  options.epoch = 3;
+  second();
+}
+
+TEST_F(SchedulerTest, AnswersToAnEarlierSchedulerAreNotTaken) {
+  build_hybrid();
+  const Hashes hashes(4, 1);
+  scheduler->lookup(kRequest, 65, hashes.list(), 0, now);
+  scheduler->end_step(now);
+  ASSERT_EQ(store->lookups.size(), 1u);
+  scheduler.reset();
+  StoreSchedulerOptions options;
+  options.epoch = kEpoch + 1'000'000;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  exists(hashes, 64);
+  ASSERT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  store->answer_lookup();  // the earlier one's
+  EXPECT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+  store->answer_lookup();
+  EXPECT_EQ(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).external_tokens, 64u);
+}
+
+TEST_F(SchedulerTest, AReportTellsWhetherAllOfItCouldBeTaken) {
+  build_hybrid();
+  const std::vector<std::byte> garbage(40, std::byte{0x5a});
+  EXPECT_FALSE(scheduler->report(std::span<const std::byte>(garbage), now));
+  WorkerReport report;
+  report.epoch = kEpoch;
+  std::vector<std::byte> bytes;
+  encode(report, bytes);
+  EXPECT_TRUE(scheduler->report(std::span<const std::byte>(bytes), now));
+  report.epoch = 1;
+  EXPECT_FALSE(scheduler->report(report, now));
+  report.epoch = kEpoch;
+  report.jobs.resize(1);
+  report.jobs[0].first_failed = 3;  // of none
+  report.jobs[0].num_failed = 2;
+  EXPECT_FALSE(scheduler->report(report, now));
+  EXPECT_EQ(scheduler->counters().reports_malformed, 2u);
+  EXPECT_EQ(scheduler->counters().reports_foreign, 1u);
+}
+
 TEST_F(SchedulerTest, UnknownRequestsAreHarmless) {
   // R62
   build_hybrid();

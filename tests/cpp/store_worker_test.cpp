@@ -57,6 +57,7 @@ class WorkerTest : public ::testing::Test {
       tensors[t].offset = t * 64 * kPage;
     }
     map = SegmentMap::make(projection, tensors);
+    worker.reset();
     worker = std::make_unique<StoreWorker>(schema, map, store, options);
   }
 
@@ -425,7 +426,7 @@ TEST_F(WorkerTest, AFullInboxRefusesThePlan) {
   const StepPlan plan = simple(JobKind::kSave, 1, 2);
   const SubmitResult second = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(second.accepted);
-  EXPECT_THAT(second.refusal, HasSubstr("1 jobs beside 1 queued: expected at most 1 together"));
+  EXPECT_THAT(second.refusal, HasSubstr("jobs = 1 beside 1 queued: expected at most 1 together"));
   EXPECT_EQ(report().jobs[0].job, JobId{2});
   worker->pump(now);
   EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted)
@@ -505,6 +506,7 @@ TEST_F(WorkerTest, RanksWithEqualBytesStoreTheirPartsAndLoadAll) {
     options.rank = Rank{rank};
     worker.reset();
     store = std::make_shared<ScriptedStore>();
+    worker.reset();
     worker = std::make_unique<StoreWorker>(schema, map, store, options);
     ASSERT_TRUE(worker->submit(saved.view(), ReadyToken::host()).accepted);
     worker->pump(now);
@@ -559,6 +561,7 @@ TEST_F(WorkerTest, PartsOfABlockAreTakenWhereHitsMayEndInside) {
     tensors[t].offset = t * 64 * kPage;
   }
   map = SegmentMap::make(projection, tensors);
+  worker.reset();
   worker = std::make_unique<StoreWorker>(schema, map, store, StoreWorkerOptions{});
   const auto answer = [&](std::uint32_t group, std::uint32_t mark, std::uint32_t valid) {
     StepPlan plan = simple(JobKind::kLoad, 2, last_step + 1);
@@ -623,7 +626,31 @@ TEST_F(WorkerTest, SchemaVllmTakesGroupsThatOverlayEachOther) {
   CacheTensor other = tensor;
   other.layers = {"window"};
   map = SegmentMap::make(projection, {tensor, other});
+  worker.reset();
   EXPECT_NO_THROW(StoreWorker(schema, map, store, {}));
+}
+
+TEST_F(WorkerTest, AStoreHasOneWorkerAtATime) {
+  build();
+  try {
+    StoreWorker second(schema, map, store, {});
+    FAIL() << "two workers would take each other's completions";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "store worker: store = in use: expected an object store of its own (completions "
+                 "go to whoever polls; destroy its user first, or connect again)");
+  }
+  const StepPlan plan = simple(JobKind::kSave, 1, 1);
+  worker->submit(plan.view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->puts.size(), 1u);
+  const OpId left = store->puts[0].op;
+  worker.reset();
+  worker = std::make_unique<StoreWorker>(schema, map, store, StoreWorkerOptions{});
+  worker->submit(plan.view(), ReadyToken::host());
+  worker->pump(now);
+  ASSERT_EQ(store->puts.size(), 2u);
+  EXPECT_NE(store->puts[1].op, left) << "its end would be taken for the new one's";
 }
 
 TEST_F(WorkerTest, PutsWaitForWhatIsInFlightAndGetsDoNot) {

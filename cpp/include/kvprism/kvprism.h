@@ -18,6 +18,11 @@
 
    Text is UTF-8 and ends with a zero byte; null is the empty text. Times are nanoseconds.
 
+   Counts. An array has as many elements as its count says, and bytes as many as their length: what
+   lies behind a pointer cannot be checked, and is read. A count that no engine can mean is an error
+   that names it, before anything is read: 65,536 tensors, layers of one tensor, kinds or RDMA
+   devices; 2^26 hashes; 2^31 - 1 blocks of a table; 64 MiB of JSON, 1 GiB of a plan or report.
+
    Threads. Different handles may be used by different threads; a scheduler's by one, the engine's.
    kvprism_worker_submit may run beside kvprism_worker_poll; what else a worker has is called from
    one thread at a time. */
@@ -123,6 +128,38 @@ typedef struct kvprism_group_info {
 KVPRISM_API kvprism_status kvprism_projection_from_json(const char* json, size_t length,
                                                         kvprism_projection** projection,
                                                         kvprism_error** error);
+
+#define KVPRISM_UNDECLARED UINT32_MAX
+#define KVPRISM_OWN_WINDOW (UINT32_MAX - 1u)
+
+/* A kind of cache that an engine adds. Nothing has a default: _init leaves text null and numbers
+   KVPRISM_UNDECLARED, and what is left so is an error. Traits that follow from a group's sizes need
+   C++. */
+typedef struct kvprism_kind {
+  size_t struct_size;
+  const char* name;             /* what a group's "kind" says; not taken yet */
+  const char* payload;          /* "attention" sizes, "state" tensors or "raw" bytes */
+  const char* hit;              /* "prefix", "window", "chunk", "last_state" or "never" */
+  const char* save;             /* "positional", "hand_off" or "never" */
+  const char* peer;             /* "suffix", "window", "state", "whole" or "none" */
+  uint32_t dcp_sharded;         /* 0 or 1: decode context ranks share its positions */
+  uint32_t latent;              /* 0 or 1: one vector a position, the same on every tensor rank */
+  uint32_t prefix_cacheable;    /* 0 or 1: may enter a store */
+  uint32_t fine_grained_lookup; /* 0 or 1: hits may end inside a block */
+  /* Tokens of a "window" or "chunk" rule, else 0. KVPRISM_OWN_WINDOW: each group's own
+     "sliding_window" or "attention_chunk_size". */
+  uint32_t window;
+  uint32_t replay_tokens; /* computed again after a hit; a group may give its own */
+} kvprism_kind;
+
+KVPRISM_API kvprism_status kvprism_kind_init(kvprism_kind* kind, size_t struct_size,
+                                             kvprism_error** error);
+/* With kinds beside the built-in ones. Ranks that exchange plans must give the same. */
+KVPRISM_API kvprism_status kvprism_projection_with_kinds(const char* json, size_t length,
+                                                         const kvprism_kind* kinds,
+                                                         size_t num_kinds,
+                                                         kvprism_projection** projection,
+                                                         kvprism_error** error);
 KVPRISM_API kvprism_status kvprism_projection_get_info(const kvprism_projection* projection,
                                                        kvprism_projection_info* info,
                                                        kvprism_error** error);
@@ -201,7 +238,7 @@ KVPRISM_API void kvprism_segment_map_free(kvprism_segment_map* map);
 /* Objects in this process's memory; what several memory stores share. */
 typedef struct kvprism_memory_pool kvprism_memory_pool;
 
-/* A connection. One scheduler and one worker may use it. */
+/* A connection. One scheduler and one worker at a time use it; others are refused. */
 typedef struct kvprism_store kvprism_store;
 
 typedef struct kvprism_memory_pool_options {
@@ -287,7 +324,8 @@ typedef struct kvprism_scheduler_options {
   bool loads;
   bool saves;
   bool detach_quarantined_loads;
-  bool checked; /* refuse calls out of order: for the first weeks of an engine and its tests */
+  bool checked;      /* refuse calls out of order: for the first weeks of an engine and its tests */
+  bool tell_changes; /* for kvprism_scheduler_take_change, which must then be called */
   int64_t lookup_timeout_ns;
   int64_t lookup_fresh_for_ns;
   int64_t load_timeout_ns;
@@ -297,11 +335,15 @@ typedef struct kvprism_scheduler_options {
   int64_t saved_fresh_for_ns;
   int64_t avoid_failed_for_ns;
   int64_t purge_settle_ns;
+  int64_t healthy_after_ns;
   uint32_t backoff_after;
   uint32_t max_held_percent;
+  const char* flight_record_path; /* null: the last events go to the log at an incident */
+  const char*
+      record_to; /* a new file for everything that decides, written in the step; null: none */
 } kvprism_scheduler_options;
 
-/* The end of one load; see LoadEnd in docs/cpp.md. */
+/* The end of one load, as docs/cpp.md explains. */
 typedef struct kvprism_load_end {
   size_t struct_size;
   uint64_t request;
@@ -312,6 +354,43 @@ typedef struct kvprism_load_end {
   const kvprism_failed_block* failed;
   size_t num_failed;
 } kvprism_load_end;
+
+/* A chunk that every rank has stored, or one that is gone. */
+typedef struct kvprism_change {
+  size_t struct_size;
+  bool stored; /* false: gone */
+  uint64_t request;
+  uint32_t group;
+  uint32_t chunk;
+  uint32_t tokens;       /* of the prefix that ends with it */
+  const uint8_t* hash;   /* of that prefix */
+  const uint8_t* parent; /* of the prefix before it */
+  size_t hash_bytes;
+  size_t parent_bytes; /* 0: there is none */
+} kvprism_change;
+
+typedef enum kvprism_health_state {
+  KVPRISM_HEALTHY = 0,
+  KVPRISM_DEGRADED = 1,
+  KVPRISM_OFF = 2
+} kvprism_health_state;
+
+/* Why: bits of kvprism_health::reasons. */
+typedef enum kvprism_health_reason {
+  KVPRISM_LOOKUPS_FAIL = 1,
+  KVPRISM_LOADS_FAIL = 2,
+  KVPRISM_SAVING_PAUSED = 4,   /* the store refused saves: full, away or late */
+  KVPRISM_WORKER_SILENT = 8,   /* a rank let the last job to end expire */
+  KVPRISM_QUARANTINE = 16,     /* blocks are in quarantine */
+  KVPRISM_HOLDS_TOO_MUCH = 32, /* jobs hold more than max_held_percent */
+  KVPRISM_PURGING = 64
+} kvprism_health_reason;
+
+typedef struct kvprism_health {
+  size_t struct_size;
+  kvprism_health_state state;
+  uint32_t reasons;
+} kvprism_health;
 
 KVPRISM_API kvprism_status kvprism_scheduler_options_init(kvprism_scheduler_options* options,
                                                           size_t struct_size,
@@ -334,7 +413,8 @@ KVPRISM_API kvprism_status kvprism_scheduler_purge_status(const kvprism_schedule
 KVPRISM_API kvprism_status kvprism_scheduler_restrict(kvprism_scheduler* scheduler,
                                                       uint64_t request, bool load, bool save,
                                                       kvprism_error** error);
-/* How long the prompt is, for requests that are not looked up. */
+/* How long the prompt is, for requests that are not looked up: where hits may end inside a block,
+   its end is saved too. */
 KVPRISM_API kvprism_status kvprism_scheduler_prompt(kvprism_scheduler* scheduler, uint64_t request,
                                                     uint32_t prompt_tokens, kvprism_error** error);
 /* `pending`: ask again in the next step. Else `external_tokens` beyond `local_tokens` are there. */
@@ -376,7 +456,9 @@ KVPRISM_API kvprism_status kvprism_scheduler_finished(kvprism_scheduler* schedul
 KVPRISM_API kvprism_status kvprism_scheduler_end_step(kvprism_scheduler* scheduler, int64_t now_ns,
                                                       const void** plan, size_t* length,
                                                       kvprism_error** error);
-/* What kvprism_worker_poll gave, of one rank or of several, one behind the other. */
+/* What kvprism_worker_poll gave, of one rank or of several, one behind the other. What cannot be
+   read, of another epoch or of a job that moves no such chunk is KVPRISM_MISMATCH, and counted; the
+   rest has been taken. */
 KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler,
                                                     const void* report, size_t length,
                                                     int64_t now_ns, kvprism_error** error);
@@ -384,6 +466,18 @@ KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler
 KVPRISM_API kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler,
                                                            kvprism_load_end* end, bool* found,
                                                            kvprism_error** error);
+/* One change a call, in order; `found` is false when there is none. */
+KVPRISM_API kvprism_status kvprism_scheduler_take_change(kvprism_scheduler* scheduler,
+                                                         kvprism_change* change, bool* found,
+                                                         kvprism_error** error);
+/* As of the last step. `text`, unless null: such as "degraded: lookups fail". */
+KVPRISM_API kvprism_status kvprism_scheduler_health(const kvprism_scheduler* scheduler,
+                                                    kvprism_health* health, char** text,
+                                                    kvprism_error** error);
+/* How many hashes of the request are known: kvprism_scheduler_advanced needs those behind them. */
+KVPRISM_API kvprism_status kvprism_scheduler_known_hashes(const kvprism_scheduler* scheduler,
+                                                          uint64_t request, uint32_t* count,
+                                                          kvprism_error** error);
 /* Blocks to reference once more / once less. */
 KVPRISM_API kvprism_status kvprism_scheduler_take_acquired(kvprism_scheduler* scheduler,
                                                            kvprism_blocks* blocks,
@@ -435,9 +529,9 @@ KVPRISM_API kvprism_status kvprism_worker_new(const kvprism_key_schema* schema,
                                               const kvprism_segment_map* map, kvprism_store* store,
                                               const kvprism_worker_options* options,
                                               kvprism_worker** worker, kvprism_error** error);
-/* Null `ready`: the bytes are in memory now. A plan that is not taken is KVPRISM_MISMATCH; its jobs
-   are reported failed, but for a plan whose step was taken already: its jobs go on. `ready` is
-   destroyed in any case. */
+/* `length` above 0. Null `ready`: the bytes are in memory now. A plan that is not taken is
+   KVPRISM_MISMATCH; its jobs are reported failed, but for a plan whose step was taken already: its
+   jobs go on. `ready` is destroyed in any case. */
 KVPRISM_API kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan,
                                                  size_t length, const kvprism_ready* ready,
                                                  kvprism_error** error);

@@ -168,8 +168,7 @@ void BlockingStore::Core::leave(TimePoint end) {
   }
 }
 
-BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions options)
-    : core_(std::make_shared<Core>(std::move(factory), options)) {
+std::vector<Problem> validate_blocking_store_options(const BlockingStoreOptions& options) {
   ProblemList problems;
   const auto positive = [&](Duration duration, const char* path) {
     if (duration.ns <= 0) problems.add(path, std::to_string(duration.ns), "positive nanoseconds");
@@ -180,6 +179,13 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
   positive(options.max_retry, "max_retry");
   if (options.queue_limit == 0) problems.add("queue_limit", "0", "at least 1");
   if (options.max_retired == 0) problems.add("max_retired", "0", "at least 1");
+  return problems.problems();
+}
+
+BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions options)
+    : core_(std::make_shared<Core>(std::move(factory), options)) {
+  ProblemList problems;
+  problems.append(validate_blocking_store_options(options));
   if (!core_->factory) problems.add("factory", "empty", "a callable");
   problems.throw_if_any(ErrorCode::kInvalidConfig, "blocking store options");
 

@@ -4,6 +4,7 @@
 
 #include "c_api/guard.h"
 #include "c_api/handles.h"
+#include "c_api/kinds.h"
 #include "kvprism/group/cache_config.h"
 #include "kvprism/spec/spec_registry.h"
 #include "kvprism/store/validate_store.h"
@@ -27,6 +28,18 @@ void need_group(Arguments& arguments, const kvprism_projection* projection, std:
   }
 }
 
+void make_projection(Arguments& arguments, const char* json, size_t length,
+                     const kvprism_kind* kinds, size_t num_kinds, kvprism_projection** projection) {
+  arguments.need(json, "json");
+  arguments.need_at_most(length, "length", kMostJson);
+  arguments.need_array(kinds, num_kinds, "kinds", "num_kinds", kMostElements);
+  arguments.need(projection, "projection");
+  arguments.check();
+  const SpecRegistry registry = registry_with(arguments, kinds, num_kinds);
+  *projection = new kvprism_projection{
+      Projection::make(cache_config_from_json({json, length}, registry), registry)};
+}
+
 }  // namespace
 
 kvprism_status kvprism_projection_from_json(const char* json, size_t length,
@@ -34,12 +47,17 @@ kvprism_status kvprism_projection_from_json(const char* json, size_t length,
                                             kvprism_error** error) {
   return guarded(error, [&] {
     Arguments arguments("kvprism_projection_from_json");
-    arguments.need(json, "json");
-    arguments.need(projection, "projection");
-    arguments.check();
-    const SpecRegistry registry = SpecRegistry::builtin();
-    *projection = new kvprism_projection{
-        Projection::make(cache_config_from_json({json, length}, registry), registry)};
+    make_projection(arguments, json, length, nullptr, 0, projection);
+  });
+}
+
+kvprism_status kvprism_projection_with_kinds(const char* json, size_t length,
+                                             const kvprism_kind* kinds, size_t num_kinds,
+                                             kvprism_projection** projection,
+                                             kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_projection_with_kinds");
+    make_projection(arguments, json, length, kinds, num_kinds, projection);
   });
 }
 
@@ -169,6 +187,8 @@ kvprism_status kvprism_key_schema_key(const kvprism_key_schema* schema, uint32_t
       }
     }
     arguments.need(hash, "hash");
+    if (hash_bytes < kMinHashWidth || hash_bytes > kMaxHashWidth)
+      arguments.wrong("hash_bytes", std::to_string(hash_bytes), hash_widths());
     arguments.need(key, "key");
     arguments.check();
     KeySlots slots;
@@ -195,14 +215,16 @@ kvprism_status kvprism_segment_map_new(const kvprism_projection* projection,
   return guarded(error, [&] {
     Arguments arguments("kvprism_segment_map_new");
     arguments.need(projection, "projection");
-    arguments.need_array(tensors, num_tensors, "tensors");
+    arguments.need_array(tensors, num_tensors, "tensors", "num_tensors", kMostElements);
     arguments.need(map, "map");
-    for (size_t i = 0; tensors != nullptr && i < num_tensors; ++i) {
+    arguments.check();
+    for (size_t i = 0; i < num_tensors; ++i) {
       const std::string path = "tensors[" + std::to_string(i) + "]";
       arguments.need_size<kvprism_cache_tensor>(tensors[i].struct_size, path + ".struct_size");
       // Of another size the rest would be read from the wrong places.
       arguments.check();
-      arguments.need_array(tensors[i].layers, tensors[i].num_layers, (path + ".layers").c_str());
+      arguments.need_array(tensors[i].layers, tensors[i].num_layers, (path + ".layers").c_str(),
+                           (path + ".num_layers").c_str(), kMostElements);
     }
     arguments.check();
     std::vector<CacheTensor> all;

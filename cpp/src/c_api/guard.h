@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kvprism/base/error.h"
+#include "kvprism/key/key_schema.h"
 #include "kvprism/kvprism.h"
 
 struct kvprism_error {
@@ -51,9 +52,15 @@ class Arguments {
   void need(const void* pointer, const char* name) {
     if (pointer == nullptr) problems_.add(name, "null", "a pointer");
   }
-  // An array may be null when it is empty.
-  void need_array(const void* pointer, std::size_t count, const char* name) {
+  // An array may be null when it is empty. `count_name` of more than `most` is no count: nothing of
+  // the array is read.
+  void need_array(const void* pointer, std::size_t count, const char* name, const char* count_name,
+                  std::size_t most) {
     if (count != 0) need(pointer, name);
+    need_at_most(count, count_name, most);
+  }
+  void need_at_most(std::size_t count, const std::string& path, std::size_t most) {
+    if (count > most) wrong(path, std::to_string(count), "at most " + std::to_string(most));
   }
   template <class Struct>
   void need_struct(const Struct* pointer, const char* name) {
@@ -93,8 +100,19 @@ kvprism_status init(const char* function, Struct* out, std::size_t size, const S
   });
 }
 
+// Counts that no engine can mean are mistakes of a caller: nothing is read for them.
+inline constexpr std::size_t kMostElements = std::size_t{1} << 16;  // tensors, layers, kinds
+inline constexpr std::size_t kMostHashes = std::size_t{1} << 26;
+inline constexpr std::size_t kMostBlocks = (std::size_t{1} << 31) - 1;  // of a table
+inline constexpr std::size_t kMostJson = std::size_t{64} << 20;         // bytes
+inline constexpr std::size_t kMostMessage = std::size_t{1} << 30;       // bytes of a plan or report
+
 inline std::string text(const char* value) {
   return value == nullptr ? std::string() : std::string(value);
+}
+
+inline std::string hash_widths() {
+  return std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) + " bytes";
 }
 
 // For kvprism_string_free.

@@ -5,11 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "kvprism/backend/flight_file.h"
 #include "kvprism/backend/memory_store.h"
 #include "kvprism/backend/pump_thread.h"
+#include "kvprism/backend/run_file.h"
 #include "kvprism/checked/checked_scheduler.h"
 #include "kvprism/group/projection.h"
 #include "kvprism/io/object_store.h"
@@ -38,13 +41,11 @@ struct kvprism_memory_pool {
 struct kvprism_store {
   std::shared_ptr<kvprism::ObjectStore> store;
   std::shared_ptr<kvprism::ObjectIndex> index;
-  // Completions go to whoever polls, so each side has one owner.
-  std::mutex mutex;
-  bool store_taken = false;
-  bool index_taken = false;
 };
 
 struct kvprism_scheduler {
+  std::unique_ptr<kvprism::RunFile> recording;  // null: none; outlives the schedulers, as the next
+  std::unique_ptr<kvprism::FlightFile> flight;
   std::unique_ptr<kvprism::StoreScheduler> plain;
   std::unique_ptr<kvprism::CheckedScheduler> checked;  // one of the two
   // Memory that calls give out or fill again.
@@ -54,12 +55,18 @@ struct kvprism_scheduler {
   std::vector<kvprism::LoadEnd> ends;
   std::size_t next_end = 0;
   std::vector<kvprism_failed_block> failed;
+  std::vector<kvprism::StoreChange> changes;
+  std::size_t next_change = 0;
   std::vector<kvprism::BlockId> acquired;
   std::vector<kvprism::BlockId> released;
 
   template <class Call>
   decltype(auto) call(Call&& body) {
     return checked ? body(*checked) : body(*plain);
+  }
+  template <class Call>
+  decltype(auto) call(Call&& body) const {
+    return checked ? body(std::as_const(*checked)) : body(std::as_const(*plain));
   }
   const kvprism::StoreScheduler& base() const { return checked ? *checked : *plain; }
 };

@@ -1,10 +1,11 @@
 // The scheduler of the C interface.
+#include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "c_api/guard.h"
 #include "c_api/handles.h"
@@ -21,17 +22,19 @@ HashList to_hashes(const kvprism_hashes* hashes) {
 
 void need_hashes(Arguments& arguments, const kvprism_hashes* hashes) {
   if (hashes == nullptr) return;
-  arguments.need_array(hashes->data, hashes->count, "hashes.data");
+  arguments.need_array(hashes->data, hashes->count, "hashes.data", "hashes.count", kMostHashes);
+  if (hashes->first > kMostHashes - std::min<std::size_t>(hashes->count, kMostHashes)) {
+    arguments.wrong("hashes.first", std::to_string(hashes->first),
+                    "at most " + std::to_string(kMostHashes) + " hashes before and in the list");
+  }
   if (hashes->count != 0 && (hashes->width < kMinHashWidth || hashes->width > kMaxHashWidth)) {
-    arguments.wrong(
-        "hashes.width", std::to_string(hashes->width),
-        std::to_string(kMinHashWidth) + " to " + std::to_string(kMaxHashWidth) + " bytes");
+    arguments.wrong("hashes.width", std::to_string(hashes->width), hash_widths());
   }
 }
 
 void need_rows(Arguments& arguments, const kvprism_scheduler* scheduler, const kvprism_blocks* rows,
                std::size_t count) {
-  arguments.need_array(rows, count, "rows");
+  if (count != 0) arguments.need(rows, "rows");
   if (scheduler != nullptr && count > scheduler->base().projection().num_groups()) {
     // Nothing of them is read: the array may be shorter.
     return arguments.wrong(
@@ -39,8 +42,10 @@ void need_rows(Arguments& arguments, const kvprism_scheduler* scheduler, const k
         std::to_string(scheduler->base().projection().num_groups()) + ", a row for every group");
   }
   for (std::size_t i = 0; rows != nullptr && i < count; ++i) {
-    if (rows[i].ids == nullptr && rows[i].count != 0)
-      arguments.wrong("rows[" + std::to_string(i) + "].ids", "null", "a pointer");
+    if (rows[i].count == 0 || (rows[i].ids != nullptr && rows[i].count <= kMostBlocks)) continue;
+    const std::string path = "rows[" + std::to_string(i) + "]";
+    arguments.need_array(rows[i].ids, rows[i].count, (path + ".ids").c_str(),
+                         (path + ".count").c_str(), kMostBlocks);
   }
 }
 
@@ -59,29 +64,6 @@ kvprism_blocks give_blocks(const std::vector<BlockId>& blocks) {
   return {reinterpret_cast<const std::int32_t*>(blocks.data()), blocks.size()};
 }
 
-// Gives the side back when its owner could not be made.
-class Taken {
- public:
-  explicit Taken(kvprism_store& store) : store_(store) {
-    const std::lock_guard lock(store.mutex);
-    if (store.index_taken) {
-      fail(ErrorCode::kInvalidArgument, "kvprism_scheduler_new",
-           {"store", "used by another scheduler", "a connection of its own", {}});
-    }
-    store.index_taken = true;
-  }
-  ~Taken() {
-    if (kept_) return;
-    const std::lock_guard lock(store_.mutex);
-    store_.index_taken = false;
-  }
-  void keep() { kept_ = true; }
-
- private:
-  kvprism_store& store_;
-  bool kept_ = false;
-};
-
 StoreSchedulerOptions to_options(const kvprism_scheduler_options& given) {
   StoreSchedulerOptions options;
   options.epoch = given.epoch;
@@ -98,6 +80,8 @@ StoreSchedulerOptions to_options(const kvprism_scheduler_options& given) {
   options.saved_fresh_for = Duration{given.saved_fresh_for_ns};
   options.avoid_failed_for = Duration{given.avoid_failed_for_ns};
   options.purge_settle = Duration{given.purge_settle_ns};
+  options.healthy_after = Duration{given.healthy_after_ns};
+  options.tell_changes = given.tell_changes;
   options.backoff_after = given.backoff_after;
   options.max_held_percent = given.max_held_percent;
   return options;
@@ -117,6 +101,7 @@ kvprism_status kvprism_scheduler_options_init(kvprism_scheduler_options* options
                                 .saves = defaults.saves,
                                 .detach_quarantined_loads = defaults.detach_quarantined_loads,
                                 .checked = false,
+                                .tell_changes = defaults.tell_changes,
                                 .lookup_timeout_ns = defaults.lookup_timeout.ns,
                                 .lookup_fresh_for_ns = defaults.lookup_fresh_for.ns,
                                 .load_timeout_ns = defaults.load_timeout.ns,
@@ -126,8 +111,11 @@ kvprism_status kvprism_scheduler_options_init(kvprism_scheduler_options* options
                                 .saved_fresh_for_ns = defaults.saved_fresh_for.ns,
                                 .avoid_failed_for_ns = defaults.avoid_failed_for.ns,
                                 .purge_settle_ns = defaults.purge_settle.ns,
+                                .healthy_after_ns = defaults.healthy_after.ns,
                                 .backoff_after = defaults.backoff_after,
-                                .max_held_percent = defaults.max_held_percent},
+                                .max_held_percent = defaults.max_held_percent,
+                                .flight_record_path = "",
+                                .record_to = ""},
       error);
 }
 
@@ -141,15 +129,22 @@ kvprism_status kvprism_scheduler_new(const kvprism_key_schema* schema, kvprism_s
     arguments.need_struct(options, "options");
     arguments.need(scheduler, "scheduler");
     arguments.check();
-    Taken taken(*store);
     auto made = std::make_unique<kvprism_scheduler>();
-    const StoreSchedulerOptions wanted = to_options(*options);
+    StoreSchedulerOptions wanted = to_options(*options);
+    if (const std::string path = text(options->record_to); !path.empty()) {
+      StoreScheduler::check(*schema->shared, wanted);
+      made->recording = std::make_unique<RunFile>(path);
+      wanted.record = made->recording->sink();
+    }
+    if (std::string path = text(options->flight_record_path); !path.empty()) {
+      made->flight = std::make_unique<FlightFile>(std::move(path));
+      wanted.flight = made->flight->sink();
+    }
     if (options->checked) {
       made->checked = std::make_unique<CheckedScheduler>(schema->shared, store->index, wanted);
     } else {
       made->plain = std::make_unique<StoreScheduler>(schema->shared, store->index, wanted);
     }
-    taken.keep();
     *scheduler = made.release();
   });
 }
@@ -355,10 +350,15 @@ kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler, const void
   return guarded(error, [&] {
     Arguments arguments("kvprism_scheduler_report");
     arguments.need(scheduler, "scheduler");
-    arguments.need_array(report, length, "report");
+    arguments.need_array(report, length, "report", "length", kMostMessage);
     arguments.check();
     const std::span<const std::byte> bytes = aligned_bytes(report, length, scheduler->incoming);
-    scheduler->call([&](auto& s) { s.report(bytes, Instant{now_ns}); });
+    if (!scheduler->call([&](auto& s) { return s.report(bytes, Instant{now_ns}); })) {
+      fail(ErrorCode::kMismatch, "kvprism_scheduler_report",
+           {"report", std::to_string(length) + " bytes, not all of which could be taken",
+            "what kvprism_worker_poll gave, of this scheduler's workers",
+            "counted as reports_malformed or reports_foreign"});
+    }
   });
 }
 
@@ -390,6 +390,61 @@ kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler, kvp
             .blocks_quiet = next.blocks_quiet,
             .failed = scheduler->failed.data(),
             .num_failed = scheduler->failed.size()};
+  });
+}
+
+kvprism_status kvprism_scheduler_take_change(kvprism_scheduler* scheduler, kvprism_change* change,
+                                             bool* found, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_take_change");
+    arguments.need(scheduler, "scheduler");
+    arguments.need_struct(change, "change");
+    arguments.need(found, "found");
+    arguments.check();
+    auto& changes = scheduler->changes;
+    if (scheduler->next_change == changes.size()) {
+      changes.clear();
+      scheduler->next_change = 0;
+      scheduler->call([&](auto& s) { s.take_changes(changes); });
+    }
+    *found = scheduler->next_change < changes.size();
+    if (!*found) return;
+    const StoreChange& next = changes[scheduler->next_change++];
+    *change = {.struct_size = sizeof(*change),
+               .stored = next.stored,
+               .request = raw(next.request),
+               .group = raw(next.group),
+               .chunk = next.chunk,
+               .tokens = next.tokens,
+               .hash = next.hash.data(),
+               .parent = next.parent.data(),
+               .hash_bytes = next.hash.size(),
+               .parent_bytes = next.parent.size()};
+  });
+}
+
+kvprism_status kvprism_scheduler_health(const kvprism_scheduler* scheduler, kvprism_health* health,
+                                        char** text, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_health");
+    arguments.need(scheduler, "scheduler");
+    arguments.need_struct(health, "health");
+    arguments.check();
+    const StoreHealth found = scheduler->base().health();
+    if (text != nullptr) *text = give(describe(found));
+    health->state = static_cast<kvprism_health_state>(found.state);
+    health->reasons = found.reasons;
+  });
+}
+
+kvprism_status kvprism_scheduler_known_hashes(const kvprism_scheduler* scheduler, uint64_t request,
+                                              uint32_t* count, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_known_hashes");
+    arguments.need(scheduler, "scheduler");
+    arguments.need(count, "count");
+    arguments.check();
+    *count = scheduler->base().known_hashes(RequestId{request});
   });
 }
 
@@ -426,7 +481,7 @@ kvprism_status kvprism_scheduler_has_pending_work(const kvprism_scheduler* sched
     arguments.need(scheduler, "scheduler");
     arguments.need(pending, "pending");
     arguments.check();
-    *pending = scheduler->base().has_pending_work();
+    *pending = scheduler->call([](auto& s) { return s.has_pending_work(); });
   });
 }
 

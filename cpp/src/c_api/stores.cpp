@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -103,7 +102,8 @@ kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_options* option
     arguments.need_struct(options, "options");
     arguments.need(store, "store");
     arguments.check();
-    arguments.need_array(options->rdma_devices, options->num_rdma_devices, "options.rdma_devices");
+    arguments.need_array(options->rdma_devices, options->num_rdma_devices, "options.rdma_devices",
+                         "options.num_rdma_devices", kMostElements);
     arguments.check();
     MooncakeOptions mooncake;
     mooncake.master = text(options->master);
@@ -119,6 +119,10 @@ kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_options* option
     mooncake.python_library = text(options->python_library);
     BlockingStoreOptions blocking;
     blocking.setup_timeout = Duration{options->setup_timeout_ns};
+    ProblemList problems;
+    problems.append(validate_mooncake_options(mooncake));
+    problems.append(validate_blocking_store_options(blocking));
+    problems.throw_if_any(ErrorCode::kInvalidConfig, "Mooncake options");
     auto made = std::make_unique<kvprism_store>();
     const auto connection =
         std::make_shared<BlockingStore>(mooncake_client_factory(std::move(mooncake)), blocking);

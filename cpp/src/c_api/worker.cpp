@@ -1,6 +1,5 @@
 // The worker of the C interface.
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -50,20 +49,6 @@ std::shared_ptr<ReadySource> take_ready(const kvprism_ready* ready) {
   }
 }
 
-void take_store(kvprism_store& store) {
-  const std::lock_guard lock(store.mutex);
-  if (store.store_taken) {
-    fail(ErrorCode::kInvalidArgument, "kvprism_worker_new",
-         {"store", "used by another worker", "a connection of its own", {}});
-  }
-  store.store_taken = true;
-}
-
-void give_store_back(kvprism_store& store) {
-  const std::lock_guard lock(store.mutex);
-  store.store_taken = false;
-}
-
 }  // namespace
 
 kvprism_status kvprism_worker_options_init(kvprism_worker_options* options, size_t struct_size,
@@ -101,19 +86,11 @@ kvprism_status kvprism_worker_new(const kvprism_key_schema* schema, const kvpris
     wanted.max_puts_in_flight = options->max_puts_in_flight;
     wanted.max_queued_jobs = options->max_queued_jobs;
     wanted.max_bytes_in_flight = options->max_bytes_in_flight;
-    take_store(*store);
-    try {
-      auto made = std::make_unique<kvprism_worker>();
-      made->store = store->store;
-      made->worker =
-          std::make_shared<StoreWorker>(schema->shared, map->shared, store->store, wanted);
-      if (options->pump_thread)
-        made->pump = std::make_unique<PumpThread>(made->worker, store->store);
-      *worker = made.release();
-    } catch (...) {
-      give_store_back(*store);
-      throw;
-    }
+    auto made = std::make_unique<kvprism_worker>();
+    made->store = store->store;
+    made->worker = std::make_shared<StoreWorker>(schema->shared, map->shared, store->store, wanted);
+    if (options->pump_thread) made->pump = std::make_unique<PumpThread>(made->worker, store->store);
+    *worker = made.release();
   });
 }
 
@@ -123,7 +100,8 @@ kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan, s
     const std::shared_ptr<ReadySource> source = take_ready(ready);
     Arguments arguments("kvprism_worker_submit");
     arguments.need(worker, "worker");
-    arguments.need(plan, "plan");
+    arguments.need_array(plan, length, "plan", "length", kMostMessage);
+    if (length == 0) arguments.wrong("length", "0", "a plan: an empty one goes nowhere");
     if (ready != nullptr)
       arguments.need(reinterpret_cast<const void*>(ready->query), "ready.query");
     arguments.check();
@@ -133,8 +111,7 @@ kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan, s
         worker->worker->submit(bytes, source ? ReadyToken::source(source) : ReadyToken::host());
     if (worker->pump) worker->pump->notify();
     if (!result.accepted) {
-      fail(ErrorCode::kMismatch, "kvprism_worker_submit",
-           {"plan", result.refusal, "a plan of this worker's scheduler", {}});
+      throw Error(ErrorCode::kMismatch, "kvprism_worker_submit: step plan", result.problems);
     }
   });
 }

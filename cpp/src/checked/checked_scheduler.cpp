@@ -2,21 +2,25 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "kvprism/base/error.h"
+#include "kvprism/hit/hit_group.h"
 
 namespace kvprism {
 namespace {
 
-// What the checks remember of a request.
+// What the checks remember of a request that has begun and not finished.
 struct Known {
-  bool answered = false;      // its last lookup was not pending
+  bool answered = false;      // its last lookup was not pending, and nothing was allocated since
   std::uint32_t local = 0;    // tokens, of the last lookup
   std::uint32_t offered = 0;  // tokens beyond `local`
   std::optional<JobId> loading;
@@ -24,12 +28,30 @@ struct Known {
 
 std::string tokens(std::uint32_t count) { return std::to_string(count) + " tokens"; }
 
+// What an engine has to take, kept here from one step to the next.
+template <class Item>
+struct Untaken {
+  std::vector<Item> items;
+  bool overdue = false;  // they have been there for a whole step
+
+  void give(std::vector<Item>& out) {
+    std::move(items.begin(), items.end(), std::back_inserter(out));
+    items.clear();
+    overdue = false;
+  }
+};
+
 }  // namespace
 
 struct CheckedScheduler::State {
+  explicit State(const Projection& groups) : hits(hit_groups(groups)) {}
+
+  std::vector<HitGroup> hits;  // by store group
   std::unordered_map<std::uint64_t, Known> requests;
-  std::vector<BlockId> acquired;
-  bool overdue = false;  // `acquired` has been there for a whole step
+  Untaken<BlockId> acquired;
+  Untaken<BlockId> released;
+  Untaken<LoadEnd> ends;
+  std::unordered_map<std::int32_t, GroupId> named;  // the blocks of the tables of one call
   Instant latest{std::numeric_limits<std::int64_t>::min()};
   std::atomic<bool> busy{false};
 };
@@ -70,6 +92,20 @@ class CheckedScheduler::Call {
     }
     state().latest = now;
   }
+  Known& needs_known() const {
+    Known* const request = find();
+    if (request == nullptr) {
+      refuse("not known",
+             "a request that lookup, prompt, restrict or advanced has begun and "
+             "finished has not ended");
+    }
+    return *request;
+  }
+  void needs_no_offer() const {
+    const Known* const request = find();
+    if (request == nullptr || !request->answered || request->offered == 0) return;
+    refuse(tokens(request->offered) + " offered", "allocated first, with all of them or 0");
+  }
   void needs_no_load() const {
     const Known* const request = find();
     if (request == nullptr || !request->loading) return;
@@ -82,11 +118,54 @@ class CheckedScheduler::Call {
       refuse(fmt::format("{} block tables", rows.size()),
              fmt::format("{}, one for every group of the engine, stored or not", groups));
     }
+    state().named.clear();
+    for (const GroupId group : indices<GroupId>(groups)) {
+      if (rows[group].data() == nullptr && !rows[group].empty())
+        refuse(fmt::format("a null table for group {}", raw(group)), "an array of block ids");
+      for (const BlockId block : rows[group]) needs_own_block(group, block);
+    }
+  }
+  // A table's entry: the null block, or one of the pool that nothing else of the request has.
+  void needs_own_block(GroupId group, BlockId block) const {
+    const std::uint32_t blocks = scheduler_.projection().num_blocks();
+    if (raw(block) < 0 || static_cast<std::uint32_t>(raw(block)) >= blocks) {
+      refuse(fmt::format("block {} in the table of group {}", raw(block), raw(group)),
+             fmt::format("0 to {}, the blocks of the pool", blocks - 1));
+    }
+    if (raw(block) == 0) return;
+    const auto [other, fresh] = state().named.emplace(raw(block), group);
+    if (fresh) return;
+    refuse(other->second == group
+               ? fmt::format("block {} twice in the table of group {}", raw(block), raw(group))
+               : fmt::format("block {} in the tables of groups {} and {}", raw(block),
+                             raw(other->second), raw(group)),
+           "a block of its own for every entry");
+  }
+  // Entries for all tokens before `end`, and in `chunks` no null block.
+  void needs_blocks(const BlockRows& rows, const ResolvedGroup& group, std::uint32_t end,
+                    const ChunkRange& chunks) const {
+    const std::span<const BlockId> row = rows[group.id];
+    const std::uint32_t blocks = end / group.tokens_per_block + (end % group.tokens_per_block != 0);
+    if (row.size() < blocks) {
+      refuse(fmt::format("a table of {} blocks for group {}", row.size(), raw(group.id)),
+             fmt::format("at least {} blocks, for {}", blocks, tokens(end)));
+    }
+    for (std::uint32_t chunk = chunks.first; chunk < std::min(chunks.end, blocks); ++chunk) {
+      if (raw(row[chunk]) != 0) continue;
+      refuse(
+          fmt::format("the null block as entry {} of the table of group {}", chunk, raw(group.id)),
+          fmt::format("the block of tokens {} to {}", chunk * group.tokens_per_block,
+                      (chunk + 1) * group.tokens_per_block));
+    }
   }
   void needs_acquired_taken() const {
-    if (state().acquired.empty()) return;
-    refuse(fmt::format("{} acquired blocks not taken", state().acquired.size()),
+    if (state().acquired.items.empty()) return;
+    refuse(fmt::format("{} acquired blocks not taken", state().acquired.items.size()),
            "take_acquired first: a block freed before it may be reused while a job needs it");
+  }
+  void needs_hashes(const HashList& hashes) const {
+    if (hashes.count == 0 || hashes.data != nullptr) return;
+    refuse(fmt::format("{} hashes at a null address", hashes.count), "an array of hashes, or none");
   }
   // After a call that took hashes: did the scheduler refuse them?
   void check_hashes(const StoreSchedulerCounters& before, const HashList& hashes) const {
@@ -102,7 +181,20 @@ class CheckedScheduler::Call {
     }
   }
   // Before the caller sees the state that the call has left.
-  void drain_acquired() const { scheduler_.StoreScheduler::take_acquired(state().acquired); }
+  void drain_acquired() const { scheduler_.StoreScheduler::take_acquired(state().acquired.items); }
+  // After a report: was there something in it that is of no use?
+  void check_report(const StoreSchedulerCounters& before, const std::string& what) const {
+    const StoreSchedulerCounters after = scheduler_.counters();
+    if (after.reports_foreign != before.reports_foreign) {
+      refuse(what + " of another epoch",
+             fmt::format("reports of epoch {}, from workers that take no other scheduler's plans",
+                         scheduler_.options().epoch));
+    }
+    if (after.reports_malformed != before.reports_malformed) {
+      refuse(what + " that cannot be read, or tells of chunks that its job does not move",
+             "reports as StoreWorker::poll gave them, one behind the other");
+    }
+  }
 
  private:
   CheckedScheduler& scheduler_;
@@ -114,7 +206,7 @@ CheckedScheduler::CheckedScheduler(std::shared_ptr<const KeySchema> schema,
                                    std::shared_ptr<ObjectIndex> index,
                                    const StoreSchedulerOptions& options)
     : StoreScheduler(std::move(schema), std::move(index), options),
-      state_(std::make_unique<State>()) {}
+      state_(std::make_unique<State>(projection())) {}
 CheckedScheduler::~CheckedScheduler() = default;
 
 void CheckedScheduler::set_mode(StoreMode mode) {
@@ -130,11 +222,13 @@ void CheckedScheduler::purge(Instant now) {
 
 void CheckedScheduler::restrict(RequestId request, RequestAccess access) {
   const Call call(*this, "restrict", request);
+  call.known();
   StoreScheduler::restrict(request, access);
 }
 
 void CheckedScheduler::prompt(RequestId request, std::uint32_t prompt_tokens) {
   const Call call(*this, "prompt", request);
+  call.known();
   StoreScheduler::prompt(request, prompt_tokens);
 }
 
@@ -148,6 +242,7 @@ LookupResult CheckedScheduler::lookup(RequestId request, std::uint32_t prompt_to
   if (local_tokens % step != 0) {
     call.refuse("local hit of " + tokens(local_tokens), "a multiple of " + tokens(step));
   }
+  call.needs_hashes(hashes);
   const StoreSchedulerCounters before = counters();
   const LookupResult result =
       StoreScheduler::lookup(request, prompt_tokens, hashes, local_tokens, now);
@@ -164,33 +259,25 @@ std::optional<JobId> CheckedScheduler::allocated(RequestId request, std::uint32_
   const Call call(*this, "allocated", request);
   call.at(now);
   call.needs_no_load();
-  Known* const known = call.find();
+  Known& known = call.needs_known();
   if (external_tokens != 0) {
-    const bool answered = known != nullptr && known->answered;
-    if (!answered || external_tokens != known->offered) {
+    if (!known.answered || external_tokens != known.offered) {
       call.refuse(fmt::format("{} to load, {}", tokens(external_tokens),
-                              answered ? tokens(known->offered) + " offered"
-                                       : std::string("no answer of a lookup")),
+                              known.answered ? tokens(known.offered) + " offered"
+                                             : std::string("no answer of a lookup")),
                   "all that the last lookup of this request offered, or 0");
     }
     call.needs_rows(rows);
-    const std::uint32_t end = known->local + external_tokens;
+    const std::uint32_t end = known.local + external_tokens;
     for (const StoreIndex index : indices<StoreIndex>(projection().num_store_groups())) {
-      const ResolvedGroup& group = projection().group(index);
-      const std::uint32_t blocks = (end + group.tokens_per_block - 1) / group.tokens_per_block;
-      if (rows[group.id].size() < blocks) {
-        call.refuse(
-            fmt::format("a table of {} blocks for group {}", rows[group.id].size(), raw(group.id)),
-            fmt::format("at least {} blocks, for {}", blocks, tokens(end)));
-      }
+      call.needs_blocks(rows, projection().group(index), end,
+                        load_chunks(state_->hits[raw(index)], end, known.local));
     }
   }
   const std::optional<JobId> job = StoreScheduler::allocated(request, external_tokens, rows, now);
   call.drain_acquired();
-  if (known != nullptr) {
-    known->answered = false;  // it is used up, or not wanted
-    known->loading = job;
-  }
+  known.answered = false;  // it is used up, or not wanted
+  known.loading = job;
   return job;
 }
 
@@ -198,6 +285,9 @@ void CheckedScheduler::advanced(RequestId request, std::uint32_t accepted_tokens
                                 const HashList& hashes) {
   const Call call(*this, "advanced", request);
   call.needs_no_load();
+  call.needs_no_offer();
+  call.needs_hashes(hashes);
+  call.known();
   const StoreSchedulerCounters before = counters();
   StoreScheduler::advanced(request, accepted_tokens, hashes);
   call.check_hashes(before, hashes);
@@ -206,6 +296,7 @@ void CheckedScheduler::advanced(RequestId request, std::uint32_t accepted_tokens
 TokenRange CheckedScheduler::wants_save(RequestId request, Instant now) {
   const Call call(*this, "wants_save", request);
   call.at(now);
+  call.needs_known();
   return StoreScheduler::wants_save(request, now);
 }
 
@@ -213,7 +304,9 @@ void CheckedScheduler::save(RequestId request, const TokenRange& range, const Bl
                             Instant now) {
   const Call call(*this, "save", request);
   call.at(now);
+  call.needs_known();
   call.needs_no_load();
+  call.needs_no_offer();
   call.needs_rows(rows);
   const TokenRange wanted = StoreScheduler::wants_save(request, now);
   if (range.empty() || range.from != wanted.from || range.to > wanted.to ||
@@ -225,6 +318,15 @@ void CheckedScheduler::save(RequestId request, const TokenRange& range, const Bl
                                              wanted.from, wanted.to,
                                              tokens(projection().scheduler_block_size())));
   }
+  for (const StoreIndex index : indices<StoreIndex>(projection().num_store_groups())) {
+    const ResolvedGroup& group = projection().group(index);
+    if (group.traits.save != SaveRule::kPositional) continue;
+    // Of a window the oldest blocks may be gone; a prefix has all of them.
+    ChunkRange chunks;
+    if (group.traits.hit == HitRule::kPrefix)
+      chunks = {range.from / group.tokens_per_block, UINT32_MAX};
+    call.needs_blocks(rows, group, range.to, chunks);
+  }
   StoreScheduler::save(request, range, rows, now);
   call.drain_acquired();
 }
@@ -232,6 +334,8 @@ void CheckedScheduler::save(RequestId request, const TokenRange& range, const Bl
 void CheckedScheduler::boundary(RequestId request, GroupId group, BlockId block,
                                 std::uint32_t prefix) {
   const Call call(*this, "boundary", request);
+  call.needs_known();
+  call.needs_no_load();
   if (raw(group) >= projection().num_groups() ||
       projection().group(group).traits.save != SaveRule::kHandOff) {
     call.refuse(fmt::format("group {}", raw(group)), "a group whose states are handed off");
@@ -248,13 +352,15 @@ void CheckedScheduler::boundary(RequestId request, GroupId group, BlockId block,
 
 void CheckedScheduler::preempted(RequestId request) {
   const Call call(*this, "preempted", request);
+  Known& known = call.needs_known();
   call.needs_acquired_taken();
   StoreScheduler::preempted(request);
-  if (Known* const known = call.find()) known->answered = false;
+  known.answered = false;
 }
 
 void CheckedScheduler::finished(RequestId request, FinishReason how) {
   const Call call(*this, "finished", request);
+  call.needs_known();
   call.needs_acquired_taken();
   StoreScheduler::finished(request, how);
   call.state().requests.erase(raw(request));
@@ -263,33 +369,48 @@ void CheckedScheduler::finished(RequestId request, FinishReason how) {
 const StepPlan& CheckedScheduler::end_step(Instant now) {
   const Call call(*this, "end_step");
   call.at(now);
-  if (call.state().overdue) call.needs_acquired_taken();
+  State& state = call.state();
+  if (state.acquired.overdue) call.needs_acquired_taken();
+  if (state.released.overdue) {
+    call.refuse(fmt::format("{} released blocks not taken", state.released.items.size()),
+                "take_released once a step: they are nobody's until then");
+  }
+  if (state.ends.overdue) {
+    call.refuse(fmt::format("{} load ends not taken", state.ends.items.size()),
+                "take_load_ends once a step: their requests wait for them");
+  }
+  StoreScheduler::take_released(state.released.items);
+  StoreScheduler::take_load_ends(state.ends.items);
+  state.released.overdue = !state.released.items.empty();
+  state.ends.overdue = !state.ends.items.empty();
   const StepPlan& plan = StoreScheduler::end_step(now);
   call.drain_acquired();
-  call.state().overdue = !call.state().acquired.empty();
+  state.acquired.overdue = !state.acquired.items.empty();
   return plan;
 }
 
-void CheckedScheduler::report(std::span<const std::byte> bytes, Instant now) {
+bool CheckedScheduler::report(std::span<const std::byte> bytes, Instant now) {
   const Call call(*this, "report");
   call.at(now);
-  const std::uint64_t before = counters().reports_malformed;
-  StoreScheduler::report(bytes, now);
-  if (counters().reports_malformed != before) {
-    call.refuse(fmt::format("{} bytes that cannot be read", bytes.size()),
-                "reports as StoreWorker::poll gave them, one behind the other");
-  }
+  const StoreSchedulerCounters before = counters();
+  const bool all = StoreScheduler::report(bytes, now);
+  call.check_report(before, fmt::format("{} bytes", bytes.size()));
+  return all;
 }
 
-void CheckedScheduler::report(const WorkerReport& report, Instant now) {
+bool CheckedScheduler::report(const WorkerReport& report, Instant now) {
   const Call call(*this, "report");
   call.at(now);
-  StoreScheduler::report(report, now);
+  const StoreSchedulerCounters before = counters();
+  const bool all = StoreScheduler::report(report, now);
+  call.check_report(before, fmt::format("a report of {} jobs", report.jobs.size()));
+  return all;
 }
 
 void CheckedScheduler::take_load_ends(std::vector<LoadEnd>& out) {
   const Call call(*this, "take_load_ends");
   const std::size_t first = out.size();
+  call.state().ends.give(out);
   StoreScheduler::take_load_ends(out);
   for (std::size_t i = first; i < out.size(); ++i) {
     const auto found = call.state().requests.find(raw(out[i].request));
@@ -306,18 +427,21 @@ void CheckedScheduler::take_changes(std::vector<StoreChange>& out) {
 
 void CheckedScheduler::take_acquired(std::vector<BlockId>& out) {
   const Call call(*this, "take_acquired");
-  State& state = call.state();
   call.drain_acquired();
-  out.insert(out.end(), state.acquired.begin(), state.acquired.end());
-  state.acquired.clear();
-  state.overdue = false;
+  call.state().acquired.give(out);
 }
 
 void CheckedScheduler::take_released(std::vector<BlockId>& out) {
   const Call call(*this, "take_released");
   call.drain_acquired();
   call.needs_acquired_taken();
+  call.state().released.give(out);
   StoreScheduler::take_released(out);
+}
+
+bool CheckedScheduler::has_pending_work() const noexcept {
+  return StoreScheduler::has_pending_work() || !state_->released.items.empty() ||
+         !state_->ends.items.empty();
 }
 
 }  // namespace kvprism

@@ -2,6 +2,12 @@
 
 namespace kvprism {
 
+std::uint64_t OneUser::begin_use() noexcept {
+  if (in_use_.exchange(true, std::memory_order_acq_rel)) return 0;
+  return users_.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+void OneUser::end_use() noexcept { in_use_.store(false, std::memory_order_release); }
+
 ObjectIndex::~ObjectIndex() = default;
 ObjectStore::~ObjectStore() = default;
 

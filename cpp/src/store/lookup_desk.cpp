@@ -5,7 +5,8 @@
 
 namespace kvprism::detail {
 
-LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index)
+LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
+                       std::uint64_t first_op)
     : schema_(std::move(schema)),
       index_(std::move(index)),
       search_(schema_->projection()),
@@ -13,7 +14,8 @@ LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<
       alignment_(search_.grid().alignment),
       fine_(alignment_ < search_.grid().step),
       thinned_(schema_->projection().retention_interval().has_value()),
-      hash_tokens_(schema_->projection().hash_block_size()) {
+      hash_tokens_(schema_->projection().hash_block_size()),
+      next_op_(first_op) {
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     masks_.emplace_back(groups_[raw(index)], search_.grid());
     shards_.push_back(schema_->shards(index));

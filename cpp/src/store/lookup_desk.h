@@ -55,7 +55,9 @@ struct LookupCounters {
 // Ownership: shares schema and index. Threads: one.
 class LookupDesk {
  public:
-  LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index);
+  // Operations are numbered from `first_op` on.
+  LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
+             std::uint64_t first_op);
 
   // All questions of a step as one call. Questions of a refused call are answered at once, as
   // failed. Chunks in `avoid` count as absent.
@@ -120,7 +122,7 @@ class LookupDesk {
   bool fine_;     // hits may end inside a block
   bool thinned_;  // windows are not kept at every step
   std::uint32_t hash_tokens_;
-  std::uint64_t next_op_ = 1;
+  std::uint64_t next_op_;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
   std::vector<OpId> unquiet_lookups_;  // few, as is each list here
   std::vector<OpId> removals_;         // in flight

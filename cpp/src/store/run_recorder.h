@@ -79,10 +79,12 @@ class RunWriter {
     append(text.data(), text.size());
   }
   void hashes(const HashList& hashes) {
-    put(hashes.first);
-    put(hashes.count);
+    // What cannot be read is refused, as a list behind a gap is.
+    const bool readable = hashes.readable();
+    put(readable ? hashes.first : UINT32_MAX);
+    put(readable ? hashes.count : 0);
     put(hashes.width);
-    append(hashes.data, static_cast<std::size_t>(hashes.count) * hashes.width);
+    if (readable) append(hashes.data, static_cast<std::size_t>(hashes.count) * hashes.width);
   }
   void rows(const BlockRows& rows) {
     put(static_cast<std::uint32_t>(rows.size()));

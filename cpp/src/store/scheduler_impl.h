@@ -20,6 +20,7 @@
 #include "store/plan_builder.h"
 #include "store/recent_prefixes.h"
 #include "store/run_recorder.h"
+#include "store/side_in_use.h"
 
 namespace kvprism {
 namespace detail {
@@ -129,9 +130,12 @@ struct StoreScheduler::Impl {
   using Load = detail::Load;
   using Save = detail::Save;
 
+  using IndexInUse = detail::SideInUse<ObjectIndex>;
+
   Impl(std::shared_ptr<const KeySchema> key_schema, std::shared_ptr<ObjectIndex> index,
-       const StoreSchedulerOptions& wanted)
-      : schema(std::move(key_schema)),
+       IndexInUse use, const StoreSchedulerOptions& wanted)
+      : in_use(std::move(use)),
+        schema(std::move(key_schema)),
         options(wanted),
         recorder(recorder_of(*schema, wanted)),
         search(schema->projection()),
@@ -139,8 +143,11 @@ struct StoreScheduler::Impl {
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
         fine(search.grid().alignment < step_tokens),
-        desk(schema, recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
-                              : std::move(index)),
+        // Answers to another scheduler's questions may still come: numbers tell them apart.
+        desk(schema,
+             recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
+                      : std::move(index),
+             wanted.epoch),
         ledger({wanted.ranks, wanted.quarantine_after}),
         builder(plan),
         saved_prefixes(wanted.saved_fresh_for, 1 << 16),
@@ -157,6 +164,7 @@ struct StoreScheduler::Impl {
     return std::make_shared<detail::RunRecorder>(options.record, schema, options);
   }
 
+  IndexInUse in_use;
   std::shared_ptr<const KeySchema> schema;
   StoreSchedulerOptions options;
   std::shared_ptr<detail::RunRecorder> recorder;  // mostly none

@@ -90,7 +90,8 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
     ++s.counters.lookups_refused;
     return {};
   }
-  const std::uint32_t known = std::min(prompt_tokens, hashes.end() * s.hash_tokens);
+  const auto known = static_cast<std::uint32_t>(
+      std::min(std::uint64_t{prompt_tokens}, std::uint64_t{hashes.end()} * s.hash_tokens));
   const std::uint32_t hashed = known - known % s.search.grid().alignment;
   const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
   const std::uint32_t local = local_tokens;

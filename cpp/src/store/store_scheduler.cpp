@@ -67,7 +67,7 @@ StoreSchedulerOptions checked_options(const KeySchema* schema, StoreSchedulerOpt
 
 bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes) {
   std::uint32_t known = hash_count(request);
-  bool fits = hashes.first <= known;
+  bool fits = hashes.first <= known && hashes.readable();
   if (hashes.count == 0) {
     if (!fits) ++counters.hashes_refused;
     return fits;
@@ -186,9 +186,9 @@ StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
                                const StoreSchedulerOptions& wanted) {
   ProblemList problems;
   if (!schema) problems.add("schema", "null", "a key schema");
-  if (!index) problems.add("index", "null", "an object index");
+  Impl::IndexInUse in_use(index, "index", "an object index", problems);
   const StoreSchedulerOptions options = checked_options(schema.get(), wanted, problems);
-  impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), options);
+  impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), std::move(in_use), options);
   impl_->plan.digest = impl_->projection().digest();
   impl_->plan.epoch = options.epoch;
 }
@@ -317,23 +317,27 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   return s.plan;
 }
 
-void StoreScheduler::report(const WorkerReport& report, Instant now) {
+bool StoreScheduler::report(const WorkerReport& report, Instant now) {
   Impl& s = *impl_;
   if (s.recorder) encode(report, s.recorded);
   detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now,
                             [&](RunWriter w) { w.append(s.recorded.data(), s.recorded.size()); });
   if (report.epoch != s.options.epoch) {
     ++s.counters.reports_foreign;
-    return;
+    return false;
   }
+  bool all = true;
   for (const JobReport& job : report.jobs) {
-    const auto failed = report.failed_of(job);
-    if (s.could_fail(job.job, failed)) {
+    // A decoder has checked it; a report that was put together by hand may name any.
+    const bool listed = std::uint64_t{job.first_failed} + job.num_failed <= report.failed.size();
+    const auto failed = listed ? report.failed_of(job) : std::span<const FailedChunk>();
+    if (listed && s.could_fail(job.job, failed)) {
       const auto load = s.loads.find(raw(job.job));
       if (load != s.loads.end()) s.note_mismatches(load->second, report.rank, failed);
       s.ledger.notice(report.rank, job, failed, now);
       continue;
     }
+    all = false;
     // Nothing of it can be counted on. That it is quiet still holds, or its blocks would be lost.
     ++s.counters.reports_malformed;
     s.flight.add(now, FlightKind::kReportError, s.counters.reports_malformed);
@@ -342,21 +346,24 @@ void StoreScheduler::report(const WorkerReport& report, Instant now) {
     s.ledger.notice(report.rank, whole, {}, now);
   }
   s.settle(now);
+  return all;
 }
 
-void StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
+bool StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
   detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now,
                             [&](RunWriter w) { w.append(bytes.data(), bytes.size()); });
+  bool all = true;
   while (!bytes.empty()) {
     try {
       decode_report(bytes, impl_->incoming);
     } catch (const Error&) {
       ++impl_->counters.reports_malformed;
       impl_->flight.add(now, FlightKind::kReportError, impl_->counters.reports_malformed);
-      return;
+      return false;
     }
-    report(impl_->incoming, now);
+    all &= report(impl_->incoming, now);
   }
+  return all;
 }
 
 void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {

@@ -29,7 +29,7 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
 
 // A refused plan's jobs have ended: no call was made for them.
 SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
-                                       std::string why) {
+                                       const Error& why) {
   for (const JobId id : ids) {
     // A damaged copy of an earlier plan: its job may be running, and must not be told as quiet.
     if (epoch == bound_epoch && raw(id) <= last_job) continue;
@@ -40,13 +40,13 @@ SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<Jo
     tell(epoch, entry, {});
   }
   count([](StoreWorkerCounters& c) { ++c.plans_refused; });
-  return {false, std::move(why)};
+  return {false, why.what(), why.problems()};
 }
 
-std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
+std::optional<Error> StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   const Projection& projection = map->projection();
   const auto refusal = [](Problem problem) {
-    return std::string(Error(ErrorCode::kMismatch, "step plan", {std::move(problem)}).what());
+    return Error(ErrorCode::kMismatch, "step plan", {std::move(problem)});
   };
   if (closed) return refusal({"worker", "closed", "an open worker", {}});
   if (plan.digest != projection.digest()) {
@@ -62,10 +62,11 @@ std::string StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   try {
     check_plan(plan);
   } catch (const Error& error) {
-    return error.what();
+    return error;
   }
   auto wrong = detail::plan_problem(plan, projection, groups);
-  return wrong ? refusal(*std::move(wrong)) : std::string();
+  if (wrong) return refusal(*std::move(wrong));
+  return std::nullopt;
 }
 
 // Of ranks that hold the same bytes each stores its part of the chunks; all of them load all.
@@ -161,7 +162,7 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
   ProblemList problems;
   if (!schema) problems.add("schema", "null", "a key schema");
   if (!map) problems.add("map", "null", "a segment map");
-  if (!store) problems.add("store", "null", "an object store");
+  Impl::StoreInUse in_use(store, "store", "an object store", problems);
   if (options.max_segments_per_call == 0)
     problems.add("max_segments_per_call", "0", "at least 1 segment");
   if (options.max_bytes_per_call == 0) problems.add("max_bytes_per_call", "0", "at least 1 byte");
@@ -184,7 +185,8 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
   }
   if (schema && map && schema->name() == "vllm") detail::check_vllm_objects(*map, problems);
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
-  impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store), options);
+  impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store),
+                                 std::move(in_use), options);
 
   // All or nothing: a region that cannot be registered undoes those before it (R59).
   const std::vector<Region>& regions = impl_->map->regions();
@@ -202,16 +204,18 @@ StoreWorker::~StoreWorker() = default;
 SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
   const std::lock_guard lock(impl_->submit_mutex);
   std::vector<JobId> refused;
-  std::string why = impl_->why_refused(plan);
-  if (!why.empty()) {
+  if (const std::optional<Error> why = impl_->why_refused(plan)) {
     for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
-    return impl_->refuse(plan.epoch, refused, std::move(why));
+    return impl_->refuse(plan.epoch, refused, *why);
   }
   // Its jobs may be running, so they are not reported: only the first copy is the plan.
   if (plan.step <= impl_->last_step) {
     impl_->count([](StoreWorkerCounters& c) { ++c.plans_repeated; });
-    return {false, "step plan: step = " + std::to_string(plan.step) + ": expected more than " +
-                       std::to_string(impl_->last_step) + " (this plan or a later one was taken)"};
+    const Error why(
+        ErrorCode::kMismatch, "step plan",
+        {{"step", std::to_string(plan.step), "more than " + std::to_string(impl_->last_step),
+          "this plan or a later one was taken"}});
+    return {false, why.what(), why.problems()};
   }
   // Also of a plan that finds no room: its jobs are told as failed, so it must not run later.
   impl_->bound_epoch = plan.epoch;
@@ -219,10 +223,13 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
   if (impl_->inbox.size() + plan.jobs.size() > impl_->options.max_queued_jobs) {
     for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
     return impl_->refuse(plan.epoch, refused,
-                         "step plan: " + std::to_string(plan.jobs.size()) + " jobs beside " +
-                             std::to_string(impl_->inbox.size()) + " queued: expected at most " +
-                             std::to_string(impl_->options.max_queued_jobs) +
-                             " together (max_queued_jobs)");
+                         Error(ErrorCode::kMismatch, "step plan",
+                               {{"jobs",
+                                 std::to_string(plan.jobs.size()) + " beside " +
+                                     std::to_string(impl_->inbox.size()) + " queued",
+                                 "at most " + std::to_string(impl_->options.max_queued_jobs) +
+                                     " together (max_queued_jobs)",
+                                 {}}}));
   }
   for (const JobRecord& record : plan.jobs) {
     std::unique_ptr<detail::Job> job = impl_->idle_jobs.take();
@@ -245,7 +252,7 @@ SubmitResult StoreWorker::submit(std::span<const std::byte> encoded_plan, ReadyT
   } catch (const Error& error) {
     const std::lock_guard lock(impl_->submit_mutex);
     const PlanOutline outline = outline_of(encoded_plan);
-    return impl_->refuse(outline.epoch, outline.jobs, error.what());
+    return impl_->refuse(outline.epoch, outline.jobs, error);
   }
 }
 

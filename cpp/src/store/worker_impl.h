@@ -6,13 +6,14 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "kvprism/hit/hit_group.h"
 #include "kvprism/run/mailbox.h"
 #include "kvprism/store/store_worker.h"
+#include "store/side_in_use.h"
 #include "store/worker_jobs.h"
 
 namespace kvprism {
@@ -21,10 +22,12 @@ struct StoreWorker::Impl {
   using Job = detail::Job;
   using Item = detail::Item;
   using Call = detail::Call;
+  using StoreInUse = detail::SideInUse<ObjectStore>;
 
   Impl(std::shared_ptr<const KeySchema> key_schema, std::shared_ptr<const SegmentMap> segment_map,
-       std::shared_ptr<ObjectStore> object_store, const StoreWorkerOptions& wanted)
-      : schema(std::move(key_schema)),
+       std::shared_ptr<ObjectStore> object_store, StoreInUse use, const StoreWorkerOptions& wanted)
+      : in_use(std::move(use)),
+        schema(std::move(key_schema)),
         map(std::move(segment_map)),
         store(std::move(object_store)),
         options(wanted),
@@ -48,6 +51,7 @@ struct StoreWorker::Impl {
     timed_by.resize(projection.num_groups());
   }
 
+  StoreInUse in_use;
   std::shared_ptr<const KeySchema> schema;
   std::shared_ptr<const SegmentMap> map;
   std::shared_ptr<ObjectStore> store;
@@ -75,7 +79,8 @@ struct StoreWorker::Impl {
   std::deque<Job*> loads;
   std::deque<Job*> saves;
   std::unordered_map<std::uint64_t, std::unique_ptr<Call>> calls;
-  std::uint64_t next_op = 1;
+  // What an earlier worker has left in flight ends under other numbers.
+  std::uint64_t next_op = ((in_use.user() - 1) << 40) + 1;
   std::uint32_t gets_open = 0;
   std::uint32_t puts_open = 0;
   std::uint64_t bytes_in_flight = 0;
@@ -92,8 +97,8 @@ struct StoreWorker::Impl {
   }
 
   void tell(std::uint64_t epoch, const JobReport& entry, const std::vector<FailedChunk>& failed);
-  SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, std::string why);
-  std::string why_refused(const StepPlanView& plan);
+  SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, const Error& why);
+  std::optional<Error> why_refused(const StepPlanView& plan);
   void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
   void add_run(const RunRecord& run, JobKind kind, Job& job) const;
 

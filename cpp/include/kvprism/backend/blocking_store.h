@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "kvprism/backend/blocking_client.h"
+#include "kvprism/base/error.h"
 #include "kvprism/base/export.h"
 #include "kvprism/io/object_store.h"
 #include "kvprism/run/instant.h"
@@ -26,6 +28,10 @@ struct BlockingStoreOptions {
       8;  // retired clients that still have calls; at the limit none is made
   Duration close_budget = seconds(5);  // of the destructor
 };
+
+// Everything that is wrong with the options.
+KVPRISM_API std::vector<Problem> validate_blocking_store_options(
+    const BlockingStoreOptions& options);
 
 struct BlockingStoreCounters {
   std::uint64_t put_calls = 0;

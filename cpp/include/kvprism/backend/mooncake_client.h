@@ -38,18 +38,18 @@ struct MooncakeOptions {
   // Path of the store library. Empty: environment variable KVPRISM_MOONCAKE_LIBRARY, then the
   // distributions installed in `site_packages`, then those of the active virtual environment and of
   // the python3 on PATH.
-  std::string library;
-  std::vector<std::string> site_packages;
+  std::string library{};
+  std::vector<std::string> site_packages{};
   // Path of libpython, used only when no Python is in the process. Empty: KVPRISM_LIBPYTHON, then
   // searched.
-  std::string python_library;
+  std::string python_library{};
   UnknownBuild unknown_build = UnknownBuild::kRefuse;
 
-  std::string master;                            // "host:port" of mooncake_master
+  std::string master{};                          // "host:port" of mooncake_master
   std::string local_hostname = "127.0.0.1";      // under which other clients reach this one
   std::string metadata_server = "P2PHANDSHAKE";  // or a URL with a scheme
   std::string protocol = "tcp";                  // "tcp" or "rdma"
-  std::vector<std::string> rdma_devices;         // rdma only; empty: Mooncake chooses
+  std::vector<std::string> rdma_devices{};       // rdma only; empty: Mooncake chooses
   std::int64_t global_segment_size = 0;          // bytes given to the pool; 0 or at least 16 MiB
   std::int64_t local_buffer_size = 0;  // bytes of Mooncake's staging buffer; 0 or at least 16 MiB
   std::uint32_t max_slices_per_call = 512;  // 1..1024: above it, TCP clogs for a minute
@@ -60,7 +60,7 @@ struct MooncakeOptions {
   std::uint64_t max_region_bytes = 0;
   Duration connect_timeout = seconds(2);  // for the master's port
   // Set before the library is opened for the first time in the process, never after.
-  std::vector<std::pair<std::string, std::string>> environment;
+  std::vector<std::pair<std::string, std::string>> environment{};
   std::string rdma_device_folder = "/sys/class/infiniband";
 };
 

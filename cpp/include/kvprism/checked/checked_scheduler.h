@@ -16,20 +16,29 @@ namespace kvprism {
 
 // StoreScheduler takes every call in any order, and counts what it cannot use. Here such a call
 // throws Error (kInvalidArgument) that names the call, its request, the state and what was
-// expected, and does nothing, but for hashes of another prefix, which have replaced the request's:
+// expected, and does nothing, but for hashes of another prefix, which have replaced the request's,
+// and for reports, of which what can be used has been taken:
 //
+//   allocated, wants_save, save, boundary, preempted, finished of a request that no lookup, prompt,
+//     restrict or advanced has begun, or that has finished
 //   allocated of other than all tokens that the last lookup offered, or 0; without an answer, or
-//     with tables too short for them
-//   lookup, allocated, advanced, save while the request waits for a load
-//   a lookup off the grid of S; hashes that do not continue those that are known
-//   save of tokens that wants_save did not offer; save and allocated without a row for every group
+//     with tables that have no block where the load writes
+//   advanced, save while an offer of tokens is open: allocated has not been called
+//   lookup, allocated, advanced, save, boundary while the request waits for a load
+//   a lookup off the grid of S; hashes that do not continue those that are known, or null
+//   save of tokens that wants_save did not offer, or with tables that are too short for them
+//   save and allocated without a row for every group; with a block outside of the pool, or one that
+//     the tables name twice
 //   boundary of a group that hands nothing off, of a null block, or off the grid
 //   finished, preempted, take_released, and the next end_step, while take_acquired has blocks:
 //     the engine would free what a job is about to use
-//   a report that cannot be read; a time before that of an earlier call; two calls at once
+//   end_step when take_released or take_load_ends have had something for a whole step
+//   a report that cannot be read, of another epoch, or of chunks that its job does not move
+//   a time before that of an earlier call; two calls at once
 //
 // What is not named here is as in StoreScheduler; through a reference to it nothing is checked.
-// Ownership and threads: as StoreScheduler. Costs a look-up and a few comparisons a call.
+// Ownership and threads: as StoreScheduler. Costs a look-up and a few comparisons a call, and a
+// pass over the tables that it is given.
 class KVPRISM_API CheckedScheduler : public StoreScheduler {
  public:
   CheckedScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
@@ -51,12 +60,13 @@ class KVPRISM_API CheckedScheduler : public StoreScheduler {
   void preempted(RequestId request);
   void finished(RequestId request, FinishReason how);
   const StepPlan& end_step(Instant now);
-  void report(std::span<const std::byte> bytes, Instant now);
-  void report(const WorkerReport& report, Instant now);
+  bool report(std::span<const std::byte> bytes, Instant now);
+  bool report(const WorkerReport& report, Instant now);
   void take_load_ends(std::vector<LoadEnd>& out);
   void take_changes(std::vector<StoreChange>& out);
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
+  bool has_pending_work() const noexcept;
 
  private:
   struct State;

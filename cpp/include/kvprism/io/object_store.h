@@ -2,6 +2,7 @@
 // waits.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -92,9 +93,29 @@ struct Removal {
   bool leased = false;
 };
 
+// Completions go to whoever polls, so each side of a store has one user at a time: a StoreScheduler
+// its index, a StoreWorker its store, for as long as they live. They refuse a side that is in use.
+class KVPRISM_API OneUser {
+ public:
+  OneUser() noexcept = default;
+  OneUser(const OneUser&) = delete;
+  OneUser& operator=(const OneUser&) = delete;
+
+  // The number of this user, from 1, or 0 while there is another one. Threads: any.
+  std::uint64_t begin_use() noexcept;
+  void end_use() noexcept;
+
+ protected:
+  ~OneUser() = default;
+
+ private:
+  std::atomic<bool> in_use_{false};
+  std::atomic<std::uint64_t> users_{0};
+};
+
 // Asks which keys exist. The answer is a hint (R44). Removes objects.
 // Threads: start and poll from one thread at a time.
-class KVPRISM_API ObjectIndex {
+class KVPRISM_API ObjectIndex : public OneUser {
  public:
   virtual ~ObjectIndex();
 
@@ -133,7 +154,7 @@ struct StoreCapabilities {
 // Stores and fetches objects. Memory must lie in a region; every descriptor is checked against them
 // (R59, R61). Threads: start and poll from one thread at a time; add_region and remove_region
 // before and after.
-class KVPRISM_API ObjectStore {
+class KVPRISM_API ObjectStore : public OneUser {
  public:
   virtual ~ObjectStore();
 

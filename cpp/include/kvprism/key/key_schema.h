@@ -20,7 +20,8 @@ inline constexpr std::uint32_t kMinHashWidth = 16;
 inline constexpr std::uint32_t kMaxHashWidth = 64;
 
 // Block hashes of a request at granularity h: hash i stands for tokens [0, (i+1)*h). Opaque bytes
-// of the engine, all of one width. Holds those from `first` on.
+// of the engine, all of one width. Holds those from `first` on. Null data with a count is refused
+// wherever hashes are taken.
 // Ownership: a view.
 struct HashList {
   const std::uint8_t* data = nullptr;
@@ -29,6 +30,8 @@ struct HashList {
   std::uint32_t first = 0;  // index of the hash at `data`
 
   std::uint32_t end() const noexcept { return first + count; }
+  // False: there is nothing to read, or more than 32 bits can count.
+  bool readable() const noexcept { return count == 0 || (data != nullptr && end() > first); }
   // `at` counts from the request's first hash, and is in [first, end()).
   std::span<const std::uint8_t> operator[](std::uint32_t at) const noexcept {
     return {data + static_cast<std::size_t>(at - first) * width, width};
@@ -37,11 +40,11 @@ struct HashList {
 
 // What gives the bytes their meaning, beside the projection (R35). Each of them changes every key.
 struct KeyFacts {
-  std::string model;            // name or path; not empty
-  std::string model_revision;   // weights version; may be empty
-  std::string kv_quantization;  // e.g. "none", "fp8_per_tensor"
-  std::string hash_algorithm;   // e.g. "sha256_cbor"; not empty
-  bool hash_is_stable = true;   // false when processes hash alike tokens differently: refused (R38)
+  std::string model{};            // name or path; not empty
+  std::string model_revision{};   // weights version; may be empty
+  std::string kv_quantization{};  // e.g. "none", "fp8_per_tensor"
+  std::string hash_algorithm{};   // e.g. "sha256_cbor"; not empty
+  bool hash_is_stable = true;  // false when processes hash alike tokens differently: refused (R38)
 
   bool operator==(const KeyFacts&) const = default;
 };

@@ -22,7 +22,7 @@ namespace kvprism {
 struct CacheTensor {
   std::byte* base = nullptr;
   std::uint64_t bytes = 0;              // of the allocation, from `base`
-  std::vector<std::string> layers;      // in L order; groups may overlay each other's bytes
+  std::vector<std::string> layers{};    // in L order; groups may overlay each other's bytes
   std::uint64_t layer_stride = 0;       // bytes
   std::uint64_t block_stride = 0;       // bytes, at least a page (pitch may exceed length: R29); in
                                         // LHBNC at least what a page holds of one head

@@ -235,7 +235,8 @@ struct StoreSchedulerCounters {
 // harmless for unknown requests and idempotent where an engine repeats it.
 class KVPRISM_API StoreScheduler {
  public:
-  // Throws Error: what validate_store reports, epoch 0, a bound of 0 or less.
+  // Throws Error (kInvalidConfig) with all problems: what validate_store reports, epoch 0, a bound
+  // of 0 or less, an index that another scheduler uses.
   StoreScheduler(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
                  const StoreSchedulerOptions& options);
   ~StoreScheduler();
@@ -309,9 +310,12 @@ class KVPRISM_API StoreScheduler {
   // next call.
   const StepPlan& end_step(Instant now);
 
-  // One or several concatenated worker reports. Never throws: malformed bytes are counted.
-  void report(std::span<const std::byte> bytes, Instant now);
-  void report(const WorkerReport& report, Instant now);
+  // One or several concatenated worker reports. Never throws. False when some of it could not be
+  // taken: bytes that cannot be read, and all behind them (reports_malformed), jobs told of chunks
+  // that they do not move (the same: they count as failed), a report of another epoch
+  // (reports_foreign). The rest has been taken.
+  bool report(std::span<const std::byte> bytes, Instant now);
+  bool report(const WorkerReport& report, Instant now);
 
   // Appends and forgets.
   void take_load_ends(std::vector<LoadEnd>& out);

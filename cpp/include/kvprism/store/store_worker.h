@@ -39,7 +39,8 @@ struct StoreWorkerOptions {
 // was taken before.
 struct SubmitResult {
   bool accepted = true;
-  std::string refusal;  // names the field, both values and what was expected
+  std::string refusal;            // names the field, both values and what was expected
+  std::vector<Problem> problems;  // the same, taken apart
 };
 
 struct StoreWorkerCounters {
