@@ -202,6 +202,11 @@ bool ObjectJudge::lacks_behind(std::size_t stored, const TokenTrail& trail, std:
   chunk = tokens / group.tokens;
   // No search is certain of what it cannot look at.
   if (behind == Behind::kAll && end > most) return true;
+  // Of a window that reaches the first token the search aligns before it takes the block off.
+  if (behind == Behind::kAll && group.kind == GroupModel::Kind::kWindow &&
+      group.tokens < shape_.step && group.first_needed(end) == 0) {
+    return true;
+  }
   if (chunked && group.first_needed(end) > chunk) return false;
   if (end > most) return true;
   return !has_chunk(stored, trail, chunk, end, behind == Behind::kAll ? end : most);
