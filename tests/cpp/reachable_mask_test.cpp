@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
 #include <string>
+#include <vector>
+
+#include "kvprism/hit/hit_search.h"
 
 namespace kvprism {
 namespace {
@@ -59,6 +63,49 @@ TEST(ReachableMask, ReplayStartsBeforeTheLastToken) {
   EXPECT_EQ(replay_boundaries(192, 64, true), (ReplayBoundaries{{64, 128}, 2}))
       << "the same prompt, and a longer one";
   EXPECT_EQ(replay_boundaries(64, 64, true), (ReplayBoundaries{{0, 0}, 1}));
+}
+
+// What a retention keeps serves a hit at its multiples, at every replay and where a prompt left
+// others; and of nothing else is anything promised.
+TEST(ReachableMask, WhatIsKeptServesWhatItIsKeptFor) {
+  std::mt19937 random(3);
+  std::uint32_t thinned = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const bool drafts = random() % 2 == 0;
+    std::vector<HitGroup> groups{
+        window_group(1 + static_cast<std::uint32_t>(random() % 100), drafts)};
+    groups.push_back(groups[0]);
+    groups[1].rule = HitRule::kPrefix;
+    groups[1].draft = drafts && random() % 2 == 0;
+    groups[1].family = 1;
+    const std::uint32_t retention = 64 * static_cast<std::uint32_t>(random() % 4);
+    const std::uint32_t prompt = 1 + static_cast<std::uint32_t>(random() % 900);
+    ReplayBoundaries boundaries = replay_boundaries(prompt, 64, drafts);
+    boundaries.add(64 * static_cast<std::uint32_t>(random() % 12));
+    const ReachableMask mask(groups[0], kGrid, retention, boundaries);
+    thinned += mask.all() ? 0 : 1;
+    Presence present;
+    present.reset(2);
+    for (const StoreIndex index : {StoreIndex{0}, StoreIndex{1}}) {
+      present.set_units(index, 1024 / 16);
+      for (std::uint32_t chunk = 0; chunk < 1024 / 16; ++chunk) {
+        if (raw(index) == 1 || mask.keeps(chunk)) present.mark(index, chunk);
+      }
+    }
+    HitSearch search(groups, kGrid);
+    const auto serves = [&](std::uint32_t tokens) {
+      // Of a draft's window that reaches the first token the search aligns before it takes a block
+      // off, and finds a step less.
+      if (drafts && needed_chunks(groups[0], tokens + 16).first == 0) return;
+      // A lookup sees one object more than a draft's hit needs.
+      ASSERT_EQ(search.find_below(present, 0, tokens + (drafts ? 64 : 0), tokens), tokens)
+          << "round " << round << ", retention " << retention << ", prompt " << prompt;
+    };
+    for (std::uint32_t i = 0; i < boundaries.count; ++i) serves(boundaries.tokens[i]);
+    for (std::uint32_t at = retention; retention != 0 && at + 64 <= 1024; at += retention)
+      serves(at);
+  }
+  EXPECT_GT(thinned, 500u);
 }
 
 }  // namespace
