@@ -65,6 +65,8 @@ def main() -> None:
             "hits": engine_run.external_hits(llm) - before,
             "counters": engine_run.counters(llm),
             "preemptions": metric(llm, "vllm:num_preemptions"),
+            "drafted": metric(llm, "vllm:spec_decode_num_draft_tokens"),
+            "accepted": metric(llm, "vllm:spec_decode_num_accepted_tokens"),
             "metrics": {
                 entry.name: entry.value
                 for entry in llm.get_metrics()

@@ -110,3 +110,26 @@ def test_roles(mooncake: LocalMooncake) -> None:
     assert warm["hits"] == 2432
     assert tokens_of(warm) == tokens_of(cold)
     assert again["hits"] == again["counters"]["saves"] == 0
+
+
+def test_answers_with_drafts_are_saved_and_found(mooncake: LocalMooncake) -> None:
+    """Rejected drafts are in blocks for a while; what is saved ends before them."""
+    # Prompts that repeat themselves, so that there is something to draft from.
+    asked = [prompt[:40] * 8 for prompt in harness.prompts(seed=60)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    path = conftest.model("llama")
+    with LiveEngine(path, engine=ENGINE) as engine:
+        plain = tokens_of(engine.serve(asked, max_tokens=LENGTH))
+    connector = connect(mooncake, cache_prefix="drafts", save_decode_cache=True)
+    speculating = ENGINE | {"speculative_config": drafts | {"prompt_lookup_min": 1}}
+    with LiveEngine(path, engine=speculating, connector=connector) as engine:
+        cold = engine.serve(asked, max_tokens=LENGTH, settle=True)
+        assert tokens_of(cold) == plain
+        assert cold["drafted"] > cold["accepted"] > 0
+        turns = [prompt + answer + [7] for prompt, answer in zip(asked, plain, strict=True)]
+        warm = engine.serve(turns, reset=True)
+    with LiveEngine(path, engine=ENGINE) as engine:
+        assert tokens_of(engine.serve(turns)) == tokens_of(warm)
+    # The last token of an answer is never computed.
+    assert warm["hits"] == sum((len(turn) - 2) // 32 * 32 for turn in turns)
+    assert warm["counters"]["loads_failed"] == 0
