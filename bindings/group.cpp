@@ -355,6 +355,9 @@ void bind_row(nb::module_& module) {
       .def_prop_ro(
           "role", [](const GroupRow& row) { return row.group().role; },
           "The engine's word for its role.")
+      .def_prop_ro(
+          "stages", [](const GroupRow& row) { return row.group().stages; },
+          "Pipeline stages that hold layers of it, ascending.")
       .def("__repr__", [](const GroupRow& row) {
         return "Group(id=" + std::to_string(raw(row.id)) + ", kind='" + row.group().spec.kind +
                "')";

@@ -170,6 +170,20 @@ std::vector<std::uint32_t> find_loaded(Finder& finder, nb::handle maps, std::uin
   return valid;
 }
 
+std::vector<std::uint32_t> shared_prefixes(Finder& finder, nb::handle maps, std::uint32_t hashes,
+                                           nb::handle locals, nb::handle probed) {
+  const Batch batch(finder, maps, hashes);
+  const auto local = batch.numbers(locals, "locals");
+  const auto max = batch.numbers(probed, "probed");
+  const GilFree released;
+  std::vector<std::uint32_t> shared(batch.size());
+  for (std::size_t i = 0; i < shared.size(); ++i) {
+    finder.read(batch.map(i), hashes);
+    shared[i] = finder.search().shared_prefix(finder.presence(), local[i], max[i]);
+  }
+  return shared;
+}
+
 std::vector<std::uint32_t> tails(Finder& finder, nb::handle maps, std::uint32_t hashes,
                                  nb::handle hits) {
   const Batch batch(finder, maps, hashes);
@@ -318,6 +332,20 @@ Args:
 
 Returns:
     Tokens for each map.)")
+      .def("shared_prefixes", &shared_prefixes, "maps"_a, "hashes"_a, nb::kw_only(), "locals"_a,
+           "probed"_a,
+           nb::sig("def shared_prefixes(self, maps: typing.Any, hashes: int, *, locals: "
+                   "typing.Any, probed: typing.Any) -> list[int]"),
+           R"(Up to where others have stored a prompt, whatever windows and states are left of it.
+
+Args:
+    maps: Bytes, one for each map, group and hash.
+    hashes: Hashes of a map.
+    locals: Tokens of the engine's own hit, for each map.
+    probed: Tokens up to which the store was asked, for each map.
+
+Returns:
+    Tokens for each map, a multiple of ``step``; 0 without a group that needs all of a prefix.)")
       .def("tails", &tails, "maps"_a, "hashes"_a, nb::kw_only(), "hits"_a,
            nb::sig("def tails(self, maps: typing.Any, hashes: int, *, hits: typing.Any) -> "
                    "list[int]"),

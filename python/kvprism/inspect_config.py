@@ -60,25 +60,30 @@ PEERS = {
 }
 
 
-def explain(group: Group, inside_blocks: bool) -> str:
+def explain(group: Group, inside_blocks: bool, pipeline_size: int = 1) -> str:
     """What the rules of a group mean, in sentences.
 
     Args:
         group: A row of a projection.
         inside_blocks: Whether hits may end inside a block.
+        pipeline_size: How many pipeline stages there are.
     """
     if not group.enable_kv_transfer:
         return "Neither stored nor sent to a peer: the engine keeps it to itself."
-    return " ".join((_hit(group, inside_blocks), SAVES[group.save], PEERS[group.peer]))
+    words = [_hit(group, inside_blocks), SAVES[group.save], PEERS[group.peer]]
+    if len(group.stages) < pipeline_size:
+        words.append(f"Only on pipeline stages {', '.join(map(str, group.stages))}.")
+    return " ".join(words)
 
 
-def _group_row(group: Group, inside_blocks: bool) -> dict[str, Any]:
+def _group_row(group: Group, inside_blocks: bool, pipeline_size: int) -> dict[str, Any]:
     stored = group.store_index is not None
-    kinds = sorted(set(group.layer_kinds))
+    kinds = sorted(set(group.layer_kinds)) or [group.kind]
     return {
         "id": int(group.id),
         "kind": group.kind if len(kinds) == 1 else ", ".join(kinds),
         "layers": list(group.layers),
+        "pipeline_stages": group.stages,
         "block_size": group.block_size,
         "tokens_per_block": group.tokens_per_block,
         "page_size_bytes": group.page_size_bytes,
@@ -91,7 +96,7 @@ def _group_row(group: Group, inside_blocks: bool) -> dict[str, Any]:
         "save": group.save,
         "peer": group.peer,
         "replay_tokens": group.replay_tokens,
-        "explanation": explain(group, inside_blocks),
+        "explanation": explain(group, inside_blocks, pipeline_size),
         # At most: a state group stores only the boundaries that the engine hands over.
         "objects_per_1000_tokens": round(1000 / group.tokens_per_block, 3) if stored else None,
     }
@@ -128,7 +133,10 @@ def inspect(path: str) -> dict[str, Any]:
         }
     inside_blocks = projection.hit_alignment < projection.scheduler_block_size
     return {
-        "groups": [_group_row(group, inside_blocks) for group in projection.groups()],
+        "groups": [
+            _group_row(group, inside_blocks, projection.parallel.pp)
+            for group in projection.groups()
+        ],
         "transfer_group_ids": [int(group) for group in projection.transfer_group_ids],
         "store_group_ids": [int(group) for group in projection.store_group_ids],
         "scheduler_block_size": projection.scheduler_block_size,
@@ -170,9 +178,9 @@ def _group_cells(group: dict[str, Any]) -> list[str]:
         "why_not_stored",
     )
     cells = {key: _cell(group[key]) for key in keys}
-    smallest, largest = min(group["layer_page_bytes"]), max(group["layer_page_bytes"])
-    if smallest != largest:
-        cells["page_size_bytes"] = f"{smallest}..{largest}"
+    pages = group["layer_page_bytes"]
+    if len(set(pages)) > 1:
+        cells["page_size_bytes"] = f"{min(pages)}..{max(pages)}"
     return list(cells.values())
 
 

@@ -112,6 +112,22 @@ TEST(HitSearch, LastStateIsOneObjectAtTheEnd) {
   EXPECT_EQ(load_chunks(search.groups()[1], 64, 0), (ChunkRange{3, 4}));
 }
 
+TEST(HitSearch, SharedPrefixIsWhatWholePrefixesHave) {
+  // W-C19: whatever is left of windows and states, and without what a draft keeps back.
+  HitSearch search = coarse({draft(prefix(16)), prefix(32), window(16, 17), state(32)}, 32);
+  Presence present = presence(search, 160, false);
+  EXPECT_EQ(search.shared_prefix(present, 0, 160), 0u);
+  for (const std::uint32_t chunk : {0u, 1u, 2u, 3u, 4u, 5u, 6u, 8u}) present.mark(kFirst, chunk);
+  for (const std::uint32_t chunk : {0u, 1u, 2u, 3u}) present.mark(kSecond, chunk);
+  EXPECT_EQ(search.shared_prefix(present, 0, 160), 96u) << "112 of one, 128 of the other";
+  EXPECT_EQ(search.shared_prefix(present, 128, 160), 128u) << "what is local counts";
+  EXPECT_EQ(search.shared_prefix(present, 0, 64), 64u);
+  EXPECT_EQ(search.find(present, 0, 160), 0u);
+  HitSearch windows = coarse({window(16, 17)}, 16);
+  Presence all = presence(windows, 160, true);
+  EXPECT_EQ(windows.shared_prefix(all, 0, 160), 0u) << "windows say nothing of what lies before";
+}
+
 TEST(HitSearch, LoadsNothingBelowTheLocalHit) {
   const HitGroup full = prefix(16);
   EXPECT_EQ(load_chunks(full, 160, 48), (ChunkRange{3, 10}));

@@ -79,10 +79,13 @@ class PromptEndTest : public ::testing::Test {
   LookupResult look_up(std::uint32_t prompt, std::uint32_t local = 0) {
     const HashList known{hashes.bytes.data(), prompt / 4, Hashes::kWidth};
     LookupResult result = scheduler->lookup(kRequest, prompt, known, local, now);
-    if (!result.pending) return result;
-    scheduler->end_step(now);
-    while (!store->lookups.empty()) store->answer_lookup();
-    return scheduler->lookup(kRequest, prompt, known, local, now);
+    // What the first round leaves open is asked in a second one.
+    for (int round = 0; result.pending && round < 2; ++round) {
+      scheduler->end_step(now);
+      while (!store->lookups.empty()) store->answer_lookup();
+      result = scheduler->lookup(kRequest, prompt, known, local, now);
+    }
+    return result;
   }
   void end(JobId job, JobOutcome outcome, std::vector<FailedChunk> failed = {}) {
     WorkerReport report;

@@ -1,4 +1,6 @@
 // Saves: what is saved, from where, and what is left alone for a while.
+#include <algorithm>
+
 #include "kvprism/base/log.h"
 #include "scheduler_fixture.h"
 
@@ -381,6 +383,39 @@ TEST_F(SchedulerTest, WhereAPromptLeavesOthersItsWindowIsKept) {
   for (const Move& move : moves(scheduler->end_step(now), 0))
     if (move.group == 1) windows.push_back(move);
   EXPECT_THAT(windows, ElementsAre(Move{1, 3, 14, 64}, Move{1, 7, 18, 128}));
+}
+
+TEST_F(SchedulerTest, WhereAPromptLeavesOthersADraftsWindowIsKeptAStepEarlier) {
+  // Of a draft the object behind a hit must be there too, and behind the junction prompts differ.
+  std::vector<GroupConfig> groups{test::full_group(16), test::window_group(16, 17)};
+  groups[1].is_eagle_group = true;
+  build_with_retention(std::move(groups));
+  const Hashes hashes(10, 1);
+  const auto store_object = [&](std::uint32_t group, std::uint32_t tokens) {
+    KeySlots keys;
+    schema->append_key(keys, StoreIndex{group}, {}, hashes.list()[tokens / 16 - 1]);
+    store->present[keys[0]] = 1;
+  };
+  for (const std::uint32_t tokens : {16u, 32u, 48u, 64u}) store_object(0, tokens);
+  EXPECT_EQ(settle_lookup(129, hashes, 0).external_tokens, 0u);
+  scheduler->advanced(kRequest, 128, hashes.list());
+  const Rows rows({{1, 2, 3, 4, 5, 6, 7, 8}, {11, 12, 13, 14, 15, 16, 17, 18}});
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  std::vector<Move> windows;
+  for (const Move& move : moves(scheduler->end_step(now), 0)) {
+    store_object(move.group, move.tokens);
+    if (move.group == 1) windows.push_back(move);
+  }
+  EXPECT_THAT(windows, ElementsAre(Move{1, 2, 13, 48}, Move{1, 3, 14, 64}, Move{1, 6, 17, 112},
+                                   Move{1, 7, 18, 128}));
+  // The next question after the same 64 tokens.
+  Hashes other(10, 2);
+  std::copy_n(hashes.bytes.begin(), 4 * Hashes::kWidth, other.bytes.begin());
+  const RequestId next{42};
+  scheduler->lookup(next, 129, other.list(), 0, now);
+  scheduler->end_step(now);
+  store->answer_lookup();
+  EXPECT_EQ(scheduler->lookup(next, 129, other.list(), 0, now).external_tokens, 48u);
 }
 
 TEST_F(SchedulerTest, APromptThatIsNotAskedForIsKnownToo) {

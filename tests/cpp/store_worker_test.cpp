@@ -610,6 +610,44 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
   }
 }
 
+// W-C1: it is the strides that are wrong, not the name.
+TEST_F(WorkerTest, SchemaVllmIsRefusedWhereTheReferenceStoresWrongBytes) {
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.key_schema = "vllm";
+  config.kv_layout = "BHLNC";
+  const auto refusal = [&](std::uint32_t heads, std::uint32_t layers) -> std::string {
+    config.groups = {test::full_group(16)};
+    std::get<AttentionPayload>(config.groups[0].spec.payload).num_kv_heads = heads;
+    CacheTensor tensor;
+    config.groups[0].layers.clear();
+    for (std::uint32_t l = 0; l < layers; ++l)
+      config.groups[0].layers.push_back("l" + std::to_string(l));
+    tensor.layers = config.groups[0].layers;
+    tensor.layer_stride = kPage;
+    tensor.head_stride = layers * kPage;
+    tensor.block_stride = std::uint64_t{heads} * layers * kPage;
+    memory.resize(config.num_blocks * tensor.block_stride);
+    tensor.base = memory.data();
+    tensor.bytes = memory.size();
+    projection = Projection::make(config, SpecRegistry::builtin());
+    map = SegmentMap::make(projection, {tensor});
+    try {
+      StoreWorker accepted(KeySchema::vllm(projection, vllm_facts()), map, store, {});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
+  };
+  EXPECT_THAT(refusal(2, 2), HasSubstr("groups[0] = several layers and heads in layout BHLNC"));
+  EXPECT_EQ(refusal(2, 1), "");
+  EXPECT_EQ(refusal(1, 2), "");
+  config.num_blocks = 2;
+  EXPECT_THAT(refusal(1, 1), HasSubstr("num_blocks = 2: expected at least 3"));
+  config.num_blocks = 3;
+  EXPECT_EQ(refusal(1, 1), "");
+}
+
 TEST_F(WorkerTest, SchemaVllmTakesGroupsThatOverlayEachOther) {
   CacheConfig config;
   config.num_blocks = 64;

@@ -42,10 +42,11 @@ constexpr std::array<std::string_view, 12> kTopKeys{"num_blocks",
                                                     "namespace",
                                                     "groups"};
 constexpr std::array<std::string_view, 4> kParallelKeys{"tp", "pp", "pcp", "dcp"};
-constexpr std::array<std::string_view, 5> kGroupKeys{"layers", "enable_kv_transfer",
-                                                     "is_eagle_group", "host_resident", "role"};
-constexpr std::array<std::string_view, 7> kUniformKeys{
-    "kind", "members", "layers", "enable_kv_transfer", "is_eagle_group", "host_resident", "role"};
+constexpr std::array<std::string_view, 6> kGroupKeys{
+    "layers", "enable_kv_transfer", "is_eagle_group", "host_resident", "role", "pipeline_stages"};
+constexpr std::array<std::string_view, 8> kUniformKeys{
+    "kind",           "members",       "layers", "enable_kv_transfer",
+    "is_eagle_group", "host_resident", "role",   "pipeline_stages"};
 constexpr std::array<std::string_view, 1> kMemberKeys{"layers"};
 
 class Reader {
@@ -104,6 +105,7 @@ class Reader {
     object.flag("is_eagle_group", group.is_eagle_group);
     object.flag("host_resident", group.host_resident);
     object.text("role", group.role, false, "a string");
+    object.integers("pipeline_stages", group.pipeline_stages, "a list of pipeline ranks");
     if (group.spec.kind == kUniformKind) {
       read_members(object, group);
       object.refuse_others(kUniformKeys);
@@ -328,6 +330,8 @@ ordered_json group_json(const GroupConfig& group) {
   object["is_eagle_group"] = group.is_eagle_group;
   object["host_resident"] = group.host_resident;
   object["role"] = group.role;
+  object["pipeline_stages"] =
+      group.pipeline_stages ? ordered_json(*group.pipeline_stages) : nullptr;
   return object;
 }
 

@@ -3,6 +3,7 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "group/unwrap.h"
@@ -143,10 +144,15 @@ bool check_group(const GroupConfig& group, const std::string& path, const CacheC
 // Layer names are unique over all groups: a layer's bytes belong to one spec.
 class LayerNames {
  public:
-  explicit LayerNames(ProblemList& problems) : problems_(problems) {}
+  // With several pipeline stages this one may hold no layer of a group.
+  LayerNames(const ParallelSizes& parallel, ProblemList& problems)
+      : may_be_empty_(parallel.pp > 1), problems_(problems) {}
 
   void check(const std::vector<std::string>& layers, const std::string& path) {
-    if (layers.empty()) problems_.add(path, "[]", "at least one layer name");
+    if (layers.empty() && !may_be_empty_) {
+      problems_.add(path, "[]", "at least one layer name",
+                    "only with several pipeline stages (parallel.pp) one may hold none");
+    }
     for (std::size_t i = 0; i < layers.size(); ++i) {
       const std::string at = path + "[" + std::to_string(i) + "]";
       if (layers[i].empty()) {
@@ -160,12 +166,31 @@ class LayerNames {
   }
 
  private:
+  bool may_be_empty_;
   ProblemList& problems_;
   std::map<std::string_view, std::string> seen_;
 };
 
+void check_stages(const GroupConfig& group, const std::string& path, std::uint32_t pp,
+                  ProblemList& problems) {
+  if (!group.pipeline_stages) return;
+  const std::string at = path + ".pipeline_stages";
+  if (group.pipeline_stages->empty())
+    problems.add(at, "[]", "at least one stage", "leave it out where every stage holds layers");
+  std::set<std::uint32_t> seen;
+  for (std::size_t i = 0; i < group.pipeline_stages->size(); ++i) {
+    const std::uint32_t stage = (*group.pipeline_stages)[i];
+    const std::string here = at + "[" + std::to_string(i) + "]";
+    if (stage >= pp) {
+      problems.add(here, std::to_string(stage), "below parallel.pp, " + std::to_string(pp));
+    } else if (!seen.insert(stage).second) {
+      problems.add(here, std::to_string(stage), "a stage named once");
+    }
+  }
+}
+
 void check_layers(const CacheConfig& config, ProblemList& problems) {
-  LayerNames names(problems);
+  LayerNames names(config.parallel, problems);
   for (std::size_t g = 0; g < config.groups.size(); ++g) {
     const GroupConfig& group = config.groups[g];
     const std::string path = group_path(g);
@@ -173,7 +198,7 @@ void check_layers(const CacheConfig& config, ProblemList& problems) {
     for (std::size_t m = 0; m < group.members.size(); ++m) {
       names.check(group.members[m].layers, path + ".members[" + std::to_string(m) + "].layers");
     }
-    LayerNames order(problems);
+    LayerNames order(config.parallel, problems);
     if (group.spec.kind == kUniformKind && !group.layers.empty())
       order.check(group.layers, path + ".layers");
   }
@@ -211,6 +236,7 @@ void check_config(const CacheConfig& config, const SpecRegistry& registry, Probl
   for (std::size_t g = 0; g < config.groups.size(); ++g) {
     const std::string path = group_path(g);
     if (!check_group(config.groups[g], path, config, registry, problems)) resolvable = false;
+    check_stages(config.groups[g], path, config.parallel.pp, problems);
     if (config.groups[g].role.empty()) {
       problems.add(path + ".role", "''", "a role that is not empty", "leave it out for 'default'");
     }

@@ -131,6 +131,20 @@ class JsonObject {
     }
   }
 
+  // Integers of 0 and more.
+  template <class T>
+  void integers(std::string_view key, std::optional<std::vector<T>>& out,
+                std::string_view expected) {
+    const json* const items = list(key, expected, false);
+    if (items == nullptr) return;
+    out.emplace();
+    for (std::size_t i = 0; i < items->size(); ++i) {
+      const auto value =
+          count((*items)[i], indexed(at(key), i), "an integer of at least 0", 0, kMaxInt);
+      if (value) out->push_back(static_cast<T>(*value));
+    }
+  }
+
   std::optional<std::uint64_t> count(const json& value, const std::string& path,
                                      const std::string& expected, std::uint64_t min,
                                      std::uint64_t max) {

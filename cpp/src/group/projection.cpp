@@ -1,6 +1,7 @@
 #include "kvprism/group/projection.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -61,11 +62,10 @@ void add_group_facts(const ResolvedGroup& group, std::vector<DigestFact>& facts)
   facts.push_back({path + "save", std::string(to_string(traits.save))});
   facts.push_back({path + "peer", std::string(to_string(traits.peer))});
   facts.push_back({path + "fine_grained_lookup", yes_no(traits.fine_grained_lookup)});
-  facts.push_back({path + "is_eagle_group", yes_no(group.is_eagle_group)});
 }
 
 // Two machines that agree on these facts agree on every plan.
-constexpr std::string_view kDigestVersion = "2";
+constexpr std::string_view kDigestVersion = "3";
 
 std::string or_none(const std::optional<std::uint32_t>& value) {
   return value ? std::to_string(*value) : "none";
@@ -93,6 +93,15 @@ bool replicated(const CacheSpec& spec, const SpecRegistry& registry) {
   return state != nullptr ? state->tp_replicated : registry.at(spec.kind).latent.get();
 }
 
+// Absent: every stage.
+std::vector<std::uint32_t> stages_of(const GroupConfig& group, std::uint32_t pp) {
+  std::vector<std::uint32_t> stages(pp);
+  std::iota(stages.begin(), stages.end(), 0U);
+  if (group.pipeline_stages) stages = *group.pipeline_stages;
+  std::sort(stages.begin(), stages.end());
+  return stages;
+}
+
 ResolvedGroup resolve(const GroupConfig& group, GroupId id, const CacheConfig& config,
                       const SpecRegistry& registry) {
   detail::Unwrapped plain = detail::unwrap(group);
@@ -101,13 +110,14 @@ ResolvedGroup resolve(const GroupConfig& group, GroupId id, const CacheConfig& c
     if (!group.members.empty()) path += ".members[" + std::to_string(s) + "]";
     fill_total_heads(plain.specs[s], config.parallel, registry, path);
   }
-  const CacheSpec& first = plain.specs[plain.spec_of_layer[0]];
+  const CacheSpec& first = plain.specs[plain.layers.empty() ? 0 : plain.spec_of_layer[0]];
   return {.id = id,
           .spec = first,
           .traits = detail::combined_traits(plain.specs, registry),
           .tokens_per_block = kvprism::tokens_per_block(first, config.parallel, registry),
           .page_size_bytes = kvprism::page_size_bytes(first),
           .layers = std::move(plain.layers),
+          .stages = stages_of(group, config.parallel.pp),
           .enable_kv_transfer = group.enable_kv_transfer,
           .is_eagle_group = group.is_eagle_group,
           .host_resident = group.host_resident,

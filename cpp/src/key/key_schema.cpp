@@ -17,8 +17,15 @@ struct KeySchema::Impl {
   struct Group {
     std::uint32_t replicas = 1;
     std::uint32_t tp_shards = 1;
-    std::vector<RankPosition> shards;
-    std::vector<std::string> prefixes;  // everything before the hash, by shard
+    std::vector<RankPosition> shards;     // those that hold the group
+    std::vector<RankPosition> positions;  // of all ranks
+    std::vector<std::string> prefixes;    // everything before the hash, by position
+
+    void add(const RankPosition& at, std::string prefix, bool held) {
+      positions.push_back(at);
+      prefixes.push_back(std::move(prefix));
+      if (held) shards.push_back(at);
+    }
   };
 
   std::string_view name;
@@ -87,7 +94,6 @@ void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<D
   add_optional("attention_chunk_size", spec.attention_chunk_size);
   add_optional("rswa_window", spec.rswa_window);
   add_optional("sink_len", spec.sink_len);
-  add("is_eagle_group", group.is_eagle_group ? "true" : "false");
   if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
     add("dtype", std::string(to_string(attention->dtype)));
     add("cache_dtype", attention->cache_dtype);
@@ -254,13 +260,13 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
       "kvp1/" + escaped(projection->key_namespace()) + "/" + impl->fingerprint + "/";
   impl->prefix = start;
   for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
+    const std::vector<std::uint32_t>& stages = projection->group(index).stages;
     Impl::Group group;
     group.tp_shards = parallel.tp;
     for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
       const RankPosition shard = rank_position(Rank{rank}, parallel);
-      group.shards.push_back(shard);
-      group.prefixes.push_back(start + position_text(shard) + "/" + std::to_string(raw(index)) +
-                               "/");
+      group.add(shard, start + position_text(shard) + "/" + std::to_string(raw(index)) + "/",
+                std::binary_search(stages.begin(), stages.end(), shard.pp));
     }
     impl->groups.push_back(std::move(group));
   }
@@ -282,10 +288,6 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
   if (model.empty() && !facts.model.empty()) {
     problems.add("model", facts.model, "a name or path with a last component");
   }
-  if (projection->kv_layout() == "BHLNC") {
-    problems.add("kv_layout", "BHLNC", "a layout that the reference stores soundly",
-                 "its objects would overlap the next blocks; choose schema kvprism");
-  }
   const std::string& tenant = projection->key_namespace();
   const std::string start = (tenant.empty() ? "" : tenant + "@") + model;
   impl->prefix = start + "@tp_rank:";
@@ -299,11 +301,12 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
     for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
       RankPosition shard = rank_position(Rank{rank}, parallel);
       if (shard.tp >= group.tp_shards) continue;
-      group.shards.push_back(shard);
-      group.prefixes.push_back(start + "@tp_rank:" + std::to_string(shard.tp) + "@pcp" +
-                               std::to_string(shard.pcp) + "@dcp" + std::to_string(shard.dcp) +
-                               "@pp_rank:" + std::to_string(shard.pp) +
-                               "@group:" + std::to_string(raw(index)) + "@");
+      // The reference has an object of every group on every stage.
+      group.add(shard,
+                start + "@tp_rank:" + std::to_string(shard.tp) + "@pcp" +
+                    std::to_string(shard.pcp) + "@dcp" + std::to_string(shard.dcp) + "@pp_rank:" +
+                    std::to_string(shard.pp) + "@group:" + std::to_string(raw(index)) + "@",
+                true);
     }
     impl->groups.push_back(std::move(group));
   }
@@ -354,7 +357,7 @@ const std::string& KeySchema::checked_prefix(StoreIndex group, const RankPositio
   const Impl::Group& keys = impl_->groups[group];
   const std::size_t at =
       (std::size_t{shard.pp} * impl_->pcp + shard.pcp) * keys.tp_shards + shard.tp;
-  if (at >= keys.shards.size() || keys.shards[at] != shard) refuse_shard(shard);
+  if (at >= keys.positions.size() || keys.positions[at] != shard) refuse_shard(shard);
   return keys.prefixes[at];
 }
 

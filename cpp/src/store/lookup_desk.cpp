@@ -17,27 +17,63 @@ LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<
       hash_tokens_(schema_->projection().hash_block_size()),
       next_op_(first_op) {
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    masks_.emplace_back(groups_[raw(index)], search_.grid());
+    const HitGroup& group = groups_[raw(index)];
+    masks_.emplace_back(group, search_.grid());
     shards_.push_back(schema_->shards(index));
+    drafts_ |= group.draft;
+    if (group.fine()) span_ = std::max(span_, group.chunk_tokens);
   }
 }
 
-void LookupDesk::find_units(StoreIndex index, std::uint32_t local, std::uint32_t probed) {
+bool LookupDesk::asked_first(const Question& question, const HitGroup& group,
+                             std::uint32_t tokens) const noexcept {
+  if (!group.fine() || tokens % group.chunk_tokens == 0) return true;
+  // A prompt that nobody has stored, and one that is stored to its end, need no second round.
+  const std::uint32_t last = question.limit == 0 ? 0 : (question.limit - 1) / span_ * span_;
+  return tokens <= question.local + span_ || tokens > last;
+}
+
+bool LookupDesk::left_open(const FirstRound& round, const HitGroup& group,
+                           std::uint32_t tokens) const noexcept {
+  // Inside whole chunks only a state ends a hit that could not end elsewhere.
+  const std::uint32_t from =
+      group.rule == HitRule::kLastState ? round.low : std::max(round.low, round.whole);
+  return from < tokens && tokens <= round.high;
+}
+
+template <class Wanted>
+void LookupDesk::find_units(StoreIndex index, const Question& question, Wanted wanted) {
   units_.clear();
   const HitGroup& group = groups_[raw(index)];
   if (group.rule == HitRule::kLastState) {
     // Only a state where a hit may end can end one.
-    for (std::uint32_t tokens = local - local % alignment_ + alignment_; tokens <= probed;
-         tokens += alignment_) {
-      units_.push_back(tokens / group.unit_tokens - 1);
+    for (std::uint32_t tokens = question.local - question.local % alignment_ + alignment_;
+         tokens <= question.probed; tokens += alignment_) {
+      if (wanted(group, tokens)) units_.push_back(tokens / group.unit_tokens - 1);
     }
   } else if (group.rule != HitRule::kNever) {
     const ReachableMask& mask = masks_[raw(index)];
-    const std::uint32_t end = probed / group.unit_tokens;
-    for (std::uint32_t unit = local / group.unit_tokens; unit < end; ++unit) {
+    const std::uint32_t end = question.probed / group.unit_tokens;
+    for (std::uint32_t unit = question.local / group.unit_tokens; unit < end; ++unit) {
       // The mask knows of hits that end on whole steps.
-      if (fine_ || mask.keeps(unit)) units_.push_back(unit);
+      if ((fine_ || mask.keeps(unit)) && wanted(group, (unit + 1) * group.unit_tokens))
+        units_.push_back(unit);
     }
+  }
+}
+
+void LookupDesk::find_units(StoreIndex index, const Question& question) {
+  if (!fine_) {
+    find_units(index, question, [](const HitGroup&, std::uint32_t) { return true; });
+  } else if (question.first_round == nullptr) {
+    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
+      return asked_first(question, group, tokens);
+    });
+  } else {
+    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
+      return !asked_first(question, group, tokens) &&
+             left_open(*question.first_round, group, tokens);
+    });
   }
 }
 
@@ -57,7 +93,12 @@ std::uint64_t LookupDesk::most_keys(std::uint32_t local, std::uint32_t probed) c
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
     const std::uint32_t step = group.rule == HitRule::kLastState ? alignment_ : group.unit_tokens;
-    keys += std::uint64_t{(probed - local) / step + 1} * shards_[raw(index)].size();
+    std::uint64_t places = std::uint64_t{(probed - local) / step} + 1;
+    if (group.fine()) {
+      const std::uint64_t inside = 3 * std::uint64_t{span_} / group.unit_tokens;
+      places = std::min(places, (probed - local) / group.chunk_tokens + 1 + inside);
+    }
+    keys += places * shards_[raw(index)].size();
   }
   return keys;
 }
@@ -77,28 +118,23 @@ bool LookupDesk::take_removed(Removed& out) {
   return true;
 }
 
-void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixes& avoid,
-                     Instant now, Instant deadline, std::vector<Answer>& answers) {
+void LookupDesk::ask(std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
+                     Instant deadline, std::vector<Answer>& answers) {
   if (questions.empty()) return;
   std::unique_ptr<ObjectBatch> batch = take_batch();
   const bool watch = !avoid.stale(now);
   std::vector<Asked> asked;
   asked.reserve(questions.size());
-  for (const Question& question : questions) {
-    asked.push_back({question.request,
-                     question.serial,
-                     question.local,
-                     question.probed,
-                     question.limit,
-                     batch->keys.size(),
-                     {}});
+  for (Question& question : questions) {
+    asked.push_back({std::move(question), batch->keys.size(), {}});
+    const HashList hashes = std::exchange(asked.back().question.hashes, {});
     std::size_t place = 0;
     for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-      find_units(index, question.local, question.probed);
-      append_keys(batch->keys, index, question.hashes);
+      find_units(index, asked.back().question);
+      append_keys(batch->keys, index, hashes);
       for (std::size_t i = 0; watch && i < units_.size(); ++i) {
         const std::uint32_t tokens = (units_[i] + 1) * groups_[raw(index)].unit_tokens;
-        const auto hash = question.hashes[tokens / hash_tokens_ - 1];
+        const auto hash = hashes[tokens / hash_tokens_ - 1];
         if (!avoid.contains(RecentPrefixes::tag_of(hash, index), now)) continue;
         asked.back().avoided.push_back(place + i);
         ++counters_.avoided;
@@ -115,20 +151,83 @@ void LookupDesk::ask(const std::vector<Question>& questions, const RecentPrefixe
     return;
   }
   idle_batches_.push_back(std::move(batch));
-  for (const Asked& one : asked)
-    answers.push_back({one.request, one.serial, one.local, 0, true, {}});
+  for (const Asked& one : asked) {
+    const Question& question = one.question;
+    Answer& answer = answers.emplace_back(
+        Answer{question.request, question.serial, question.local, 0, true, {}});
+    if (question.first_round == nullptr) continue;
+    presence_ = question.first_round->presence;
+    settle(question, answer);
+  }
 }
 
-void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer) {
-  presence_.reset(groups_.size());
+void LookupDesk::settle(const Question& question, Answer& answer) {
+  answer.hit = search_.find_below(presence_, question.local, question.probed, question.limit);
+  if (thinned_) answer.shared = search_.shared_prefix(presence_, question.local, question.probed);
+  if (!fine_ || answer.hit <= question.local) return;
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    presence_.set_units(index, asked.probed / groups_[raw(index)].unit_tokens);
+    answer.tails.push_back(search_.tail_tokens(index, presence_, answer.hit));
+  }
+}
+
+std::unique_ptr<const FirstRound> LookupDesk::open_after(const Question& question) {
+  const std::uint32_t proven =
+      search_.find_below(presence_, question.local, question.probed, question.limit);
+  assumed_ = presence_;
+  bool all = true;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
+      return !asked_first(question, group, tokens);
+    });
+    for (const std::uint32_t unit : units_) assumed_.mark(index, unit);
+    all = all && units_.empty();
+  }
+  if (all) return nullptr;
+  const std::uint32_t most =
+      search_.find_below(assumed_, question.local, question.probed, question.limit);
+  if (most <= proven) return nullptr;
+  auto round = std::make_unique<FirstRound>();
+  round->low = proven;
+  round->high = most + (drafts_ ? alignment_ : 0);
+  round->whole = question.probed;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    const HitGroup& group = groups_[raw(index)];
+    if (group.rule != HitRule::kPrefix) continue;
+    const std::uint32_t units = group.chunk_tokens / group.unit_tokens;
+    std::uint32_t chunk = question.local / group.chunk_tokens;
+    while (presence_.has(index, (chunk + 1) * units - 1)) ++chunk;
+    const std::uint32_t reached = chunk * group.chunk_tokens;
+    // What a draft keeps back may lie inside another group's chunk.
+    round->whole = std::min(round->whole, reached - std::min(reached, drafts_ ? alignment_ : 0));
+  }
+  // Of unequal chunks one may end inside another, and a hit inside both.
+  round->whole -= round->whole % span_;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
+      return !asked_first(question, group, tokens) && left_open(*round, group, tokens);
+    });
+    round->keys += units_.size() * shards_[raw(index)].size();
+  }
+  if (round->keys == 0) return nullptr;
+  round->presence = presence_;
+  return round;
+}
+
+void LookupDesk::answer(Asked& asked, const std::vector<ItemResult>& items, Answer& answer) {
+  const Question& question = asked.question;
+  if (question.first_round != nullptr) {
+    presence_ = question.first_round->presence;
+  } else {
+    presence_.reset(groups_.size());
+    for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+      presence_.set_units(index, question.probed / groups_[raw(index)].unit_tokens);
+    }
   }
   std::size_t key = asked.first_key;
   std::size_t place = 0;
   auto avoided = asked.avoided.begin();
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    find_units(index, asked.local, asked.probed);
+    find_units(index, question);
     const std::size_t keys = units_.size() * shards_[raw(index)].size();
     for (std::size_t i = 0; i < units_.size(); ++i, ++place) {
       bool everywhere = true;
@@ -146,12 +245,9 @@ void LookupDesk::answer(const Asked& asked, const std::vector<ItemResult>& items
     }
     key += keys;
   }
-  answer.hit = search_.find_below(presence_, asked.local, asked.probed, asked.limit);
-  if (thinned_) answer.shared = search_.shared_prefix(presence_, asked.local, asked.probed);
-  if (!fine_ || answer.hit <= asked.local) return;
-  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    answer.tails.push_back(search_.tail_tokens(index, presence_, answer.hit));
-  }
+  if (fine_ && question.first_round == nullptr && !answer.failed)
+    answer.first_round = open_after(question);
+  if (answer.first_round == nullptr) settle(question, answer);
 }
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
@@ -159,9 +255,10 @@ void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
     if (completion_.outcome) {
       const auto call = calls_.find(static_cast<std::uint64_t>(completion_.op));
       if (call != calls_.end()) {
-        for (const Asked& asked : call->second) {
-          Answer& one =
-              answers.emplace_back(Answer{asked.request, asked.serial, asked.local, 0, false, {}});
+        for (Asked& asked : call->second) {
+          const Question& question = asked.question;
+          Answer& one = answers.emplace_back(
+              Answer{question.request, question.serial, question.local, 0, false, {}});
           answer(asked, completion_.items, one);
         }
         calls_.erase(call);

@@ -19,6 +19,17 @@
 
 namespace kvprism::detail {
 
+// What the first round of a question has found where it does not tell the hit. Hits inside blocks
+// have many places, and few of them matter: the first round asks for whole chunks, and for what
+// lies inside the first and the last one; the second for what the first leaves open.
+struct FirstRound {
+  Presence presence;
+  std::uint32_t low = 0;    // tokens: the hit that is proven
+  std::uint32_t whole = 0;  // tokens: all that prefix groups need is there as whole chunks
+  std::uint32_t high = 0;   // tokens: no object beyond matters
+  std::uint64_t keys = 0;   // of the second round
+};
+
 // One question: which hit in (local, limit] does the store offer?
 struct Question {
   RequestId request{};
@@ -27,6 +38,7 @@ struct Question {
   std::uint32_t probed = 0;  // tokens, a multiple of A: what drafts need lies beyond a hit
   std::uint32_t limit = 0;   // tokens, a multiple of A, at most probed
   HashList hashes;           // valid while ask() runs
+  std::unique_ptr<const FirstRound> first_round = nullptr;  // present in the second
 };
 
 struct Answer {
@@ -38,6 +50,8 @@ struct Answer {
   // By group, where hits may end inside a block: tokens of the prefix whose object holds the last
   // chunk of the hit. Else empty.
   std::vector<std::uint32_t> tails;
+  // Not null: the question must be asked again, with it; the rest says nothing yet.
+  std::unique_ptr<const FirstRound> first_round = nullptr;
 };
 
 // What has become of a removal.
@@ -59,12 +73,12 @@ class LookupDesk {
   LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
              std::uint64_t first_op);
 
-  // All questions of a step as one call. Questions of a refused call are answered at once, as
-  // failed. Chunks in `avoid` count as absent.
-  void ask(const std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
+  // All questions as one call. Questions of a refused call are answered at once, as failed. Chunks
+  // in `avoid` count as absent. Takes their first rounds.
+  void ask(std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
            Instant deadline, std::vector<Answer>& answers);
 
-  // No question from `local` to `probed` tokens has more keys.
+  // No first round from `local` to `probed` tokens has more keys.
   std::uint64_t most_keys(std::uint32_t local, std::uint32_t probed) const noexcept;
 
   // Appends the answers that have arrived.
@@ -94,23 +108,32 @@ class LookupDesk {
 
  private:
   struct Asked {
-    RequestId request{};
-    std::uint64_t serial = 0;
-    std::uint32_t local = 0;
-    std::uint32_t probed = 0;
-    std::uint32_t limit = 0;
+    Question question;  // without its hashes
     std::size_t first_key = 0;
     std::vector<std::size_t>
         avoided;  // units by their place among those of all groups; mostly none
   };
 
-  // Those of a group that a hit in (local, probed] could need, ascending, in units_.
-  void find_units(StoreIndex index, std::uint32_t local, std::uint32_t probed);
+  // The objects of a group that the question asks for, ascending, in units_.
+  void find_units(StoreIndex index, const Question& question);
+  // Those of a group that a hit in (local, probed] could need and that are wanted(group, tokens of
+  // the prefix).
+  template <class Wanted>
+  void find_units(StoreIndex index, const Question& question, Wanted wanted);
+  // Whether the first round asks for the object of a prefix of `tokens`.
+  bool asked_first(const Question& question, const HitGroup& group,
+                   std::uint32_t tokens) const noexcept;
+  bool left_open(const FirstRound& round, const HitGroup& group,
+                 std::uint32_t tokens) const noexcept;
   // Keys of units_ for each shard, one shard behind the other; the store's thread makes them.
   void append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const;
 
   std::unique_ptr<ObjectBatch> take_batch();
-  void answer(const Asked& asked, const std::vector<ItemResult>& items, Answer& answer);
+  void answer(Asked& asked, const std::vector<ItemResult>& items, Answer& answer);
+  // What a first round that has found `presence_` leaves open; null when nothing that matters.
+  std::unique_ptr<const FirstRound> open_after(const Question& question);
+  // The answer that `presence_` gives.
+  void settle(const Question& question, Answer& answer);
 
   std::shared_ptr<const KeySchema> schema_;
   std::shared_ptr<ObjectIndex> index_;
@@ -119,8 +142,10 @@ class LookupDesk {
   std::vector<ReachableMask> masks_;                   // by group: the chunks that can serve a hit
   std::vector<std::span<const RankPosition>> shards_;  // by group: of the schema, which is kept
   std::uint32_t alignment_;
-  bool fine_;     // hits may end inside a block
-  bool thinned_;  // windows are not kept at every step
+  bool fine_;  // hits may end inside a block
+  bool drafts_ = false;
+  std::uint32_t span_ = 1;  // tokens of the largest chunk that hits may end in
+  bool thinned_;            // windows are not kept at every step
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
@@ -130,6 +155,7 @@ class LookupDesk {
   std::vector<std::unique_ptr<ObjectBatch>> idle_batches_;
   std::vector<std::uint32_t> units_;  // of the group in hand
   Presence presence_;
+  Presence assumed_;  // with everything that has not been asked for
   Completion completion_;
   LookupCounters counters_;
 };

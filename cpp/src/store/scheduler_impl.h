@@ -207,6 +207,7 @@ struct StoreScheduler::Impl {
   // Reused between calls.
   std::vector<detail::Question> questions;
   std::vector<detail::Answer> answers;
+  std::vector<detail::Answer> second_rounds;  // that answers ask for
   std::vector<ChunkRange> ranges;
   std::vector<ReachableMask> masks;  // of a save, by group
   JobEvent event;
@@ -324,6 +325,7 @@ struct StoreScheduler::Impl {
            std::uint32_t max, Instant now);
   void send_questions(Instant now);
   void take_answers(Instant now);
+  void ask_again(Instant now);
   void add_marks(const Request& request);
   void add_last_chunk(const Request& request, StoreIndex group, BlockId block);
   void mark_loaded(StoreIndex index, std::uint32_t chunk, std::uint32_t hit);

@@ -32,9 +32,14 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     Request* const request = find(answer.request);
     if (answer.failed) ++counters.lookups_failed;
     lookups_fail = answer.failed;
+    const bool awaited = request != nullptr && request->lookup.serial == answer.serial &&
+                         request->lookup.state == LookupState::kInFlight;
+    if (answer.first_round != nullptr) {
+      if (awaited) second_rounds.push_back(std::move(answer));
+      continue;
+    }
     flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit, answer.failed ? 1 : 0);
-    if (request == nullptr || request->lookup.serial != answer.serial) continue;
-    if (request->lookup.state != LookupState::kInFlight) continue;
+    if (!awaited) continue;
     request->lookup.state = LookupState::kDone;
     request->lookup.hit = answer.hit;
     if (answer.shared > answer.hit) request->junction = answer.shared;
@@ -43,6 +48,28 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     request->lookup.at = now;
   }
   answers.clear();
+  if (!second_rounds.empty()) ask_again(now);
+}
+
+// What first rounds have left open, at once: a step's wait is more than a call.
+void StoreScheduler::Impl::ask_again(Instant now) {
+  std::vector<detail::Answer> open;
+  std::swap(open, second_rounds);
+  for (std::size_t next = 0; next < open.size();) {
+    questions.clear();
+    std::uint64_t keys = 0;
+    for (; next < open.size(); ++next) {
+      keys += open[next].first_round->keys;
+      if (keys > kLookupKeysPerCall && !questions.empty()) break;
+      const Request& request = *find(open[next].request);
+      const Lookup& lookup = request.lookup;
+      questions.push_back({open[next].request, lookup.serial, lookup.asked_local, lookup.probed,
+                           lookup.max, hashes_of(request), std::move(open[next].first_round)});
+    }
+    desk.ask(questions, unloadable, now, now + options.lookup_timeout, answers);
+  }
+  // Of calls that were refused.
+  if (!answers.empty()) take_answers(now);
 }
 
 // All of the step as one call.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "store/plan_check.h"
+#include "store/stage_check.h"
 #include "store/vllm_objects.h"
 #include "store/worker_impl.h"
 
@@ -69,8 +70,10 @@ std::optional<Error> StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   return std::nullopt;
 }
 
-// Of ranks that hold the same bytes each stores its part of the chunks; all of them load all.
+// Nothing of a group that this rank holds no layers of. Of ranks that hold the same bytes each
+// stores its part of the chunks; all of them load all.
 void StoreWorker::Impl::add_run(const RunRecord& run, JobKind kind, Job& job) const {
+  if (!places[raw(run.group)]) return;
   if (kind == JobKind::kLoad || schema->replicas(run.group) == 1) {
     job.runs.push_back(run);
     return;
@@ -183,6 +186,8 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
           "below " + std::to_string(sizes.world()) + ", tp x pp x pcp of the cache config");
     }
   }
+  if (map && raw(options.rank) < map->projection().parallel().world())
+    detail::check_stage(map->projection(), options.rank, problems);
   if (schema && map && schema->name() == "vllm") detail::check_vllm_objects(*map, problems);
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store),

@@ -1,5 +1,6 @@
 #include "store/vllm_objects.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,13 @@ bool same_place(const std::vector<Segment>& a, const std::vector<Segment>& b) {
   return true;
 }
 
+bool packed(const std::vector<Segment>& block, const std::vector<Segment>& next) {
+  for (std::size_t i = 0; i < block.size(); ++i) {
+    if (next[i].base != block[i].base + block[i].length) return false;
+  }
+  return true;
+}
+
 // Of several layers the reference takes a whole row of the allocation: every byte of it must be the
 // block's.
 bool fills_rows(const SegmentMap& map, const std::vector<Segment>& block) {
@@ -32,31 +40,57 @@ bool fills_rows(const SegmentMap& map, const std::vector<Segment>& block) {
          block[0].base == region.base + block[0].length;
 }
 
+// Heads outside layers: of several of both the reference takes a whole row for each, which overlaps
+// the next block (W-C1).
+bool rows_overlap(const Projection& projection, const ResolvedGroup& group) {
+  return projection.kv_layout() == "BHLNC" && group.layers.size() > 1 &&
+         std::any_of(group.specs.begin(), group.specs.end(),
+                     [](const CacheSpec& spec) { return page_axes(spec).heads > 1; });
+}
+
 }  // namespace
+
+std::optional<StoreIndex> first_placed(const SegmentMap& map) noexcept {
+  for (const StoreIndex index : indices<StoreIndex>(map.projection().num_store_groups())) {
+    if (map.segments_per_block(index) != 0) return index;
+  }
+  return std::nullopt;
+}
 
 // The reference's object holds, for each stored layer of the pool, one stride of its tensor at the
 // block's place, layers that overlay each other once.
 void check_vllm_objects(const SegmentMap& map, ProblemList& problems) {
   const Projection& projection = map.projection();
-  const auto refuse = [&](std::string path, std::string value, std::string expected) {
-    problems.add(std::move(path), std::move(value), std::move(expected), kHint);
+  const auto refuse = [&](std::string path, std::string value, std::string expected,
+                          std::string why = {}) {
+    if (!why.empty()) why += "; ";
+    problems.add(std::move(path), std::move(value), std::move(expected), why + kHint);
   };
-  if (projection.num_store_groups() == 0 || projection.num_blocks() < 3) return;
-  const std::vector<Segment> first = block_of(map, StoreIndex{0}, 1);
+  if (projection.num_store_groups() == 0) return;
+  const std::optional<StoreIndex> placed = first_placed(map);
+  if (!placed) {
+    refuse("groups", "no layer of a stored group on this rank", "at least one",
+           "the reference looks for its objects, and would never hit");
+    return;
+  }
+  if (projection.num_blocks() < 3) {
+    refuse("num_blocks", std::to_string(projection.num_blocks()), "at least 3",
+           "two blocks beside the null block show how far apart blocks are");
+    return;
+  }
+  const std::vector<Segment> first = block_of(map, *placed, 1);
   for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    if (map.segments_per_block(index) == 0) continue;
     const std::string path = "groups[" + std::to_string(raw(projection.group_id(index))) + "]";
     const std::vector<Segment> block = block_of(map, index, 1);
-    if (!same_place(block, first)) {
+    if (rows_overlap(projection, projection.group(index))) {
+      refuse(path, "several layers and heads in layout BHLNC", "one layer, or one head",
+             "the reference's objects overlap the next blocks");
+    } else if (!same_place(block, first)) {
       refuse(path, "layers at other places than those of the first stored group",
              "groups that overlay each other layer by layer, because the reference's objects hold "
              "the layers of all groups");
-      continue;
-    }
-    const std::vector<Segment> next = block_of(map, index, 2);
-    bool packed = true;
-    for (std::size_t i = 0; i < block.size(); ++i)
-      packed = packed && next[i].base == block[i].base + block[i].length;
-    if (!packed) {
+    } else if (!packed(block, block_of(map, index, 2))) {
       refuse("block_stride", "more than a page", "the page, page_size_padded included");
     } else if (projection.kv_layout().front() == 'B' && projection.group(index).layers.size() > 1 &&
                !fills_rows(map, block)) {

@@ -27,8 +27,9 @@ bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch,
                                  std::uint64_t most_bytes) {
   const RunRecord& run = job.runs[job.cursor.run];
   const std::uint32_t at = run.first_id + job.cursor.chunk;
-  const std::uint32_t segments = map->segments_per_block(run.group);
-  const std::uint64_t bytes = map->object_bytes(run.group);
+  const StoreIndex place = *places[raw(run.group)];
+  const std::uint32_t segments = map->segments_per_block(place);
+  const std::uint64_t bytes = map->object_bytes(place);
   const bool fits = batch.segments.size() + segments <= options.max_segments_per_call &&
                     call.bytes + bytes <= most_bytes;
   // One chunk beyond a limit is sent alone (R55).
@@ -37,7 +38,7 @@ bool StoreWorker::Impl::add_next(Job& job, Call& call, ObjectBatch& batch,
   const auto hash = std::span<const std::uint8_t>(job.hashes)
                         .subspan(static_cast<std::size_t>(at) * job.hash_width, job.hash_width);
   schema->append_key(batch.keys, run.group, shards[raw(run.group)], hash);
-  map->append_segments(run.group, job.ids[at], batch.segments);
+  map->append_segments(place, job.ids[at], batch.segments);
   batch.ends.push_back(static_cast<std::uint32_t>(batch.segments.size()));
   call.items.push_back({&job, run.group, run.first_chunk + job.cursor.chunk});
   if (++job.cursor.chunk == run.count) job.cursor = {job.cursor.run + 1, 0};
@@ -146,11 +147,11 @@ void StoreWorker::Impl::finish_items(OpId op, Call& call, const std::vector<Item
     const Item& item = call.items[i];
     Job& job = *item.job;
     --job.unanswered;
-    segments += map->segments_per_block(item.group);
+    const StoreIndex place = *places[raw(item.group)];
+    segments += map->segments_per_block(place);
     ItemResult result = i < results.size() ? results[i] : ItemResult{ItemStatus::kFailed, 0};
     // Every byte or none: an object of another size is not this object.
-    if (!call.put && result.status == ItemStatus::kOk &&
-        result.bytes != map->object_bytes(item.group)) {
+    if (!call.put && result.status == ItemStatus::kOk && result.bytes != map->object_bytes(place)) {
       result.status = ItemStatus::kSizeMismatch;
     }
     count_item(op, call, item, result, now - call.began);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "kvprism/run/mailbox.h"
 #include "kvprism/store/store_worker.h"
 #include "store/side_in_use.h"
+#include "store/vllm_objects.h"
 #include "store/worker_jobs.h"
 
 namespace kvprism {
@@ -46,6 +48,7 @@ struct StoreWorker::Impl {
     position = rank_position(options.rank, projection.parallel());
     for (const StoreIndex group : indices<StoreIndex>(projection.num_store_groups())) {
       shards.push_back(schema->shard_of(group, position));
+      places.push_back(place_of(group));
     }
     group_counters.resize(projection.num_groups());
     timed_by.resize(projection.num_groups());
@@ -58,7 +61,9 @@ struct StoreWorker::Impl {
   StoreWorkerOptions options;
   RankPosition position;
   std::vector<RankPosition> shards;  // by store group
-  std::vector<HitGroup> groups;      // by store group
+  // By store group: whose layers make its objects on this rank; absent: it holds none of them.
+  std::vector<std::optional<StoreIndex>> places;
+  std::vector<HitGroup> groups;  // by store group
 
   // Between the engine's threads and the one that pumps.
   Mailbox<std::unique_ptr<Job>> inbox;
@@ -89,6 +94,12 @@ struct StoreWorker::Impl {
   detail::Pool<Call> idle_calls;
   detail::Pool<ObjectBatch> idle_batches;
   Completion completion;
+
+  std::optional<StoreIndex> place_of(StoreIndex group) const {
+    if (map->segments_per_block(group) != 0) return group;
+    // The reference stores the rows of a block under every group, also without layers of it.
+    return schema->name() == "vllm" ? detail::first_placed(*map) : std::nullopt;
+  }
 
   template <class Change>
   void count(Change change) {

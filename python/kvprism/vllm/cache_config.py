@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,15 +175,19 @@ def _group(group: Any) -> Fields:
     if layers is None:
         return _one_spec(group.kv_cache_spec) | common
     members: list[Fields] = []
-    # The order of the wrapper: vLLM's scheduler knows a wrapper by its first layer.
+    # The order of the wrapper: vLLM's scheduler knows a wrapper by its first layer. Where a stage
+    # holds none of its layers, vLLM leaves those of the other pipeline stages in it.
+    held = set(group.layer_names)
     for name, spec in layers.items():
         fields = _one_spec(spec)
         for member in members:
             if all(member[key] == fields.get(key) for key in member if key != "layers"):
-                member["layers"].append(name)
                 break
         else:
-            members.append(fields | {"layers": [name]})
+            member = fields | {"layers": []}
+            members.append(member)
+        if name in held:
+            member["layers"].append(name)
     if len(members) == 1:
         return members[0] | common
     return {"kind": "uniform", "members": members} | common
@@ -213,6 +218,7 @@ def describe(
     block_sizes: tuple[int, int],
     namespace: str,
     key_schema: str = "kvprism",
+    stages: Mapping[int, Collection[int]] | None = None,
 ) -> Described:
     """The projection and the key schema of an engine.
 
@@ -222,6 +228,8 @@ def describe(
         block_sizes: The engine's scheduler block size and hash block size, in tokens.
         namespace: Namespace of the keys.
         key_schema: How objects are named: ``kvprism`` or ``vllm``.
+        stages: Pipeline rank to the indices of the groups that it holds layers of; None where only
+            this rank is known.
 
     Raises:
         ConfigError: With every problem at once.
@@ -231,7 +239,10 @@ def describe(
     rows = []
     for index, group in enumerate(groups):
         try:
-            rows.append(_group(group))
+            row = _group(group)
+            if stages is not None:
+                row["pipeline_stages"] = [at for at in sorted(stages) if index in stages[at]]
+            rows.append(row)
         except UnknownSpecError as unknown:
             problems.add(
                 f"kv_cache_groups[{index}].kv_cache_spec",
@@ -306,6 +317,8 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
         # Also what the user overrides, such as the scaling of positions.
         "config": _as_json(_config_of(model)),
         "draft": _draft(vllm_config),
+        # Which layers an object holds is not part of its key.
+        "stages": os.environ.get("VLLM_PP_LAYER_PARTITION"),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
     }
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
@@ -348,10 +361,42 @@ def _as_json(value: Any) -> Any:
 
 
 def _hash_is_stable(algorithm: str) -> bool:
-    import os
-
     # vLLM starts the chain of xxhash with random bytes unless the seed is fixed.
     return algorithm.startswith("sha256") or bool(os.environ.get("PYTHONHASHSEED"))
+
+
+def held_layers(kv_cache_config: Any) -> Iterable[str]:
+    """Names of the layers of this rank."""
+    for group in kv_cache_config.kv_cache_groups:
+        yield from group.layer_names
+
+
+def held_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """Indices of the groups that this rank holds layers of."""
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(index for index, group in enumerate(groups) if group.layer_names)
+
+
+def check_stages(described: Described, fingerprints: Mapping[int, str]) -> None:
+    """Refuses stages that name their objects otherwise than the scheduler looks them up.
+
+    Args:
+        described: The scheduler's.
+        fingerprints: Of the keys of each pipeline rank.
+
+    Raises:
+        ConfigError: With every such stage.
+    """
+    problems = Problems()
+    for stage, fingerprint in sorted(fingerprints.items()):
+        if fingerprint != described.schema.fingerprint:
+            problems.add(
+                f"pipeline stage {stage}: fingerprint of its keys",
+                fingerprint,
+                described.schema.fingerprint,
+                "layers of one group differ in size, and this stage begins with another one",
+            )
+    problems.raise_if_any("pipeline stages")
 
 
 def segment_map(
@@ -369,7 +414,10 @@ def segment_map(
     """
     problems = Problems()
     tensors = []
+    held = set(held_layers(kv_cache_config))
     for index, placed in enumerate(kv_cache_config.kv_cache_tensors):
+        if held.isdisjoint(placed.layers):
+            continue  # of a wrapper that lies on other pipeline stages
         path = f"kv_cache_tensors[{index}]"
         views = {name: _first(kv_caches[name]) for name in placed.layers if name in kv_caches}
         if not views:

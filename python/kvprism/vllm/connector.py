@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .cache_config import describe
+from .cache_config import check_stages, describe, held_groups
 from .contract import check_contract
 from .events import Announcer, wanted
-from .metadata import ReportMetadata, StepMetadata
+from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .options import read_options
 from .problems import Problems
 from .scheduler_side import SchedulerSide
@@ -58,15 +58,18 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                     if wanted(vllm_config)
                     else None
                 ),
+                stages_come=vllm_config.parallel_config.pipeline_parallel_size > 1,
             )
 
-    def _describe(self) -> Any:
+    def _describe(self, stages: Mapping[int, Collection[int]] | None = None) -> Any:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         config = self._kv_cache_config
         sizes = resolve_kv_cache_block_sizes(config, self._vllm_config)
         options = self._options
-        return describe(self._vllm_config, config, sizes, options.cache_prefix, options.key_schema)
+        return describe(
+            self._vllm_config, config, sizes, options.cache_prefix, options.key_schema, stages
+        )
 
     # What kind of connector this is.
 
@@ -195,9 +198,13 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         """None: the store's content is not announced."""
         return None
 
-    def get_handshake_metadata(self) -> Any:
-        """Workers do not talk to each other."""
-        return None
+    def get_handshake_metadata(self) -> StageMetadata | None:
+        """Which groups this rank holds: vLLM's scheduler knows the layers of stage 0 alone."""
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return None
+        return StageMetadata(
+            held_groups(self._kv_cache_config), self._describe().schema.fingerprint
+        )
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         """What the scheduler's half has to hear."""
@@ -277,10 +284,20 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.pending_work()
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        """Workers do not talk to each other."""
+        """Of a single stage there is nothing to learn."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Workers do not talk to each other."""
+        """Takes what every stage holds, before the first request comes; may be repeated."""
+        told = {
+            stage: words
+            for (stage, _), words in metadata.items()
+            if isinstance(words, StageMetadata)  # in MultiConnector others' words come here too
+        }
+        if len(told) != self._vllm_config.parallel_config.pipeline_parallel_size:
+            return
+        check_stages(self._described, {stage: words.fingerprint for stage, words in told.items()})
+        self._described = self._describe({stage: words.groups for stage, words in told.items()})
+        self._half().learn(self._described)
 
     def reset_cache(self) -> bool | None:
         """The engine's caches are void, e.g. after a change of weights.

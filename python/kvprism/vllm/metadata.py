@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StageMetadata(KVConnectorHandshakeMetadata):
+    """What a worker holds, told to the scheduler once at start."""
+
+    groups: tuple[int, ...]
+    """Indices of the KV cache groups that it has layers of."""
+    fingerprint: str
+    """Of its keys; empty where keys have none."""
 
 
 @dataclass(frozen=True, slots=True)

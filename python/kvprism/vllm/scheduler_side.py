@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         announcer: Announcer | None = None,
+        stages_come: bool = False,
     ) -> None:
         self._save_decode = bool(options.save_decode_cache)
         self._loads = loads
@@ -82,24 +84,8 @@ class SchedulerSide:
         self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
         self._announcer = announcer
         self._store = open_store(options, gives_memory=False)
-        self._core = StoreScheduler(
-            described.schema,
-            self._store,
-            loads=loads,
-            saves=saves,
-            lookup_timeout_seconds=options.lookup_timeout_seconds,
-            load_timeout_seconds=options.load_timeout_seconds,
-            save_timeout_seconds=options.save_timeout_seconds,
-            quarantine_after_seconds=options.quarantine_after_seconds,
-            # vLLM gives a request whose load has failed other blocks.
-            detach_quarantined_loads=True,
-            backoff_after=options.backoff_after,
-            backoff_seconds=options.backoff_seconds,
-            saved_fresh_for_seconds=options.saved_fresh_for_seconds,
-            max_held_percent=options.max_held_percent,
-            tell_changes=announcer is not None,
-            purge_settle_seconds=options.purge_settle_seconds,
-        )
+        self._options = options
+        self._described = described
         self._pool: Any = None
         self._requests: dict[str, _Tracked] = {}
         self._next_number = 1
@@ -111,7 +97,37 @@ class SchedulerSide:
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
-        self._health = self._core.health()  # told last
+        if not stages_come:
+            _ = self._core  # what is wrong with it is told at start
+        self._health: Any = None  # told last
+
+    @functools.cached_property
+    def _core(self) -> StoreScheduler:
+        options = self._options
+        return StoreScheduler(
+            self._described.schema,
+            self._store,
+            loads=self._loads,
+            saves=self._saves,
+            lookup_timeout_seconds=options.lookup_timeout_seconds,
+            load_timeout_seconds=options.load_timeout_seconds,
+            save_timeout_seconds=options.save_timeout_seconds,
+            quarantine_after_seconds=options.quarantine_after_seconds,
+            # vLLM gives a request whose load has failed other blocks.
+            detach_quarantined_loads=True,
+            backoff_after=options.backoff_after,
+            backoff_seconds=options.backoff_seconds,
+            saved_fresh_for_seconds=options.saved_fresh_for_seconds,
+            max_held_percent=options.max_held_percent,
+            tell_changes=self._announcer is not None,
+            purge_settle_seconds=options.purge_settle_seconds,
+        )
+
+    def learn(self, described: Described) -> None:
+        """Takes what all pipeline stages hold; once is enough, and vLLM may repeat it."""
+        if "_core" not in self.__dict__:
+            self._described = described
+            _ = self._core
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -354,7 +370,8 @@ class SchedulerSide:
         """What has been counted since the last call, where something may have been."""
         # Health also becomes better by time alone.
         health = self._core.health()
-        if not self._stirred and health == self._health:
+        if not self._stirred and self._health in (None, health):
+            self._health = health
             return None
         self._health = health
         self._stirred = self._core.has_pending_work()

@@ -420,6 +420,10 @@ class Group:
     def role(self) -> str:
         """The engine's word for its role."""
 
+    @property
+    def stages(self) -> list[int]:
+        """Pipeline stages that hold layers of it, ascending."""
+
     def __repr__(self) -> str: ...
 
 class Projection:
@@ -736,6 +740,20 @@ class HitSearch:
 
         Returns:
             Tokens for each map.
+        """
+
+    def shared_prefixes(self, maps: Any, hashes: int, *, locals: Any, probed: Any) -> list[int]:
+        """
+        Up to where others have stored a prompt, whatever windows and states are left of it.
+
+        Args:
+            maps: Bytes, one for each map, group and hash.
+            hashes: Hashes of a map.
+            locals: Tokens of the engine's own hit, for each map.
+            probed: Tokens up to which the store was asked, for each map.
+
+        Returns:
+            Tokens for each map, a multiple of ``step``; 0 without a group that needs all of a prefix.
         """
 
     def tails(self, maps: Any, hashes: int, *, hits: Any) -> list[int]:

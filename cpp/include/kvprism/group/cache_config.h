@@ -31,6 +31,10 @@ struct GroupConfig {
   bool is_eagle_group = false;  // holds layers of a draft model
   bool host_resident = false;
   std::string role = "default";
+  // Pipeline stages that hold layers of the group; absent: every one. `layers` are those of one
+  // stage, and empty on a stage that holds none. Not part of the digest: a stage may know only
+  // itself. Who looks up and purges must know it.
+  std::optional<std::vector<std::uint32_t>> pipeline_stages = std::nullopt;
 
   bool operator==(const GroupConfig&) const = default;
 };

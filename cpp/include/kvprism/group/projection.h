@@ -18,7 +18,7 @@
 namespace kvprism {
 
 // Facts that every rank sees alike enter it; layers, heads, bytes and addresses do not (pipeline
-// stages differ).
+// stages differ), nor do draft flags, which only a scheduler acts on.
 struct Digest {
   std::array<std::uint8_t, 16> bytes{};
   bool operator==(const Digest&) const = default;
@@ -29,11 +29,13 @@ KVPRISM_API std::string to_hex(const Digest& digest);
 // (R34).
 struct KVPRISM_API ResolvedGroup {
   GroupId id;
-  CacheSpec spec;     // of the first layer, which is what the engine's scheduler knows of a wrapper
-  SpecTraits traits;  // of all layers together
-  std::uint32_t tokens_per_block;  // with compression and DCP (R26)
-  std::uint64_t page_size_bytes;   // of the first layer's block on this rank
-  std::vector<std::string> layers;
+  CacheSpec spec;  // of the first layer, which is what the engine's scheduler knows of a wrapper;
+                   // of the first member where this stage holds no layer
+  SpecTraits traits;                  // of all layers together
+  std::uint32_t tokens_per_block;     // with compression and DCP (R26)
+  std::uint64_t page_size_bytes;      // of the first layer's block on this rank
+  std::vector<std::string> layers;    // of this pipeline stage; may be empty
+  std::vector<std::uint32_t> stages;  // pipeline stages that hold layers of it, ascending
   bool enable_kv_transfer;
   bool is_eagle_group;  // whether its last block is dropped from a hit, after resolution
   bool host_resident;

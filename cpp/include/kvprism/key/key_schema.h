@@ -90,8 +90,8 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
                                                   const KeyFacts& facts);
 
   // Throws Error (kInvalidConfig) with all problems: those above, and where the reference's own
-  // keys or objects are wrong: ranks that hold different heads under one key (W-C8), a layout whose
-  // blocks overlap in an object (W-C1); or `model_total_kv_heads` missing where it decides.
+  // keys are wrong: ranks that hold different heads under one key (W-C8); or `model_total_kv_heads`
+  // missing where it decides. A StoreWorker refuses places where the reference's objects are wrong.
   static std::shared_ptr<const KeySchema> vllm(std::shared_ptr<const Projection> projection,
                                                const KeyFacts& facts);
 
@@ -113,7 +113,9 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
   // What a key depends on beside ranks, group and hash.
   const std::vector<DigestFact>& facts() const noexcept;
 
-  // Positions whose shards must all exist for a group's chunk to count as present, in rank order.
+  // Positions whose shards must all exist for a group's chunk to count as present, in rank order:
+  // those of the stages that hold layers of the group. Of schema `vllm` all, because the reference
+  // stores objects of every group on every stage (store_connector 3.3).
   std::span<const RankPosition> shards(StoreIndex group) const noexcept;
   // The position under which `rank` stores the group: itself, or the one that it shares with its
   // replicas.
