@@ -52,6 +52,15 @@ struct Engine {
     schema->append_key(keys, group, {}, hashes.list()[tokens / projection->hash_block_size() - 1]);
     return keys[0];
   }
+  // On every shard.
+  void store_at(StoreIndex group, std::uint32_t tokens) {
+    for (const RankPosition& shard : schema->shards(group)) {
+      KeySlots keys;
+      schema->append_key(keys, group, shard,
+                         hashes.list()[tokens / projection->hash_block_size() - 1]);
+      store->present[keys[0]] = 1;
+    }
+  }
   void store_up_to(StoreIndex group, std::uint32_t step, std::uint32_t tokens) {
     for (std::uint32_t at = step; at <= tokens; at += step) store->present[key(group, at)] = 1;
   }
@@ -186,6 +195,18 @@ TEST(LookupRounds, FindWhatAskingForEverythingWould) {
   EXPECT_GT(inside, 300u);
 }
 
+// An object behind the end of the hit, in the chunk where it ends, holds it.
+TEST(LookupRounds, AskForObjectsBehindTheHitInItsLastChunk) {
+  GroupConfig wide = test::full_group(32, "wide");
+  std::get<AttentionPayload>(wide.spec.payload).head_size = 8;
+  Engine engine(fine_config({test::mamba_group(32), wide, test::full_group(8)}, 32, 4), 33);
+  for (const std::uint32_t at : {32u, 44u}) engine.store_at(StoreIndex{0}, at);
+  for (const std::uint32_t at : {32u, 52u}) engine.store_at(StoreIndex{1}, at);
+  for (const std::uint32_t at : {8u, 16u, 24u, 32u, 40u, 44u}) engine.store_at(StoreIndex{2}, at);
+  EXPECT_EQ(engine.look_up(132, 0), 44u);
+  EXPECT_EQ(engine.scheduler->counters().lookup_calls, 2u);
+}
+
 // Whole chunks of 800 tokens, hashes of 16: all places of a prompt of 100,000 tokens are 12,498.
 class LongPrompt : public ::testing::Test {
  protected:
@@ -249,6 +270,61 @@ TEST_F(LongPrompt, SecondRoundThatIsRefusedLeavesTheFirstOnesHit) {
   EXPECT_FALSE(found.pending);
   EXPECT_EQ(found.external_tokens, 1'600u);
   EXPECT_EQ(engine.scheduler->counters().lookups_failed, 1u);
+}
+
+TEST_F(LongPrompt, SecondRoundThatIsLateLeavesTheFirstOnesHit) {
+  engine.store_up_to(kFull, 800, 48'000);
+  engine.store_up_to(kState, 800, 1'600);
+  const HashList known = engine.hashes.list();
+  engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now);
+  engine.scheduler->end_step(engine.now);
+  engine.store->answer_lookup();
+  EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
+  ASSERT_EQ(calls(), 2u);
+  engine.now = engine.now + StoreSchedulerOptions{}.lookup_timeout;
+  const LookupResult found = engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now);
+  EXPECT_FALSE(found.pending);
+  EXPECT_EQ(found.external_tokens, 1'600u);
+  EXPECT_EQ(engine.scheduler->counters().lookups_late, 1u);
+  expect_loads_exist(engine, 1'600, 0);
+}
+
+// Three groups of states on eight ranks: 49 places in each of 60 chunks are 70,560 keys.
+class WideStates : public ::testing::Test {
+ protected:
+  static constexpr std::uint32_t kPrompt = 100'000;
+
+  static CacheConfig config() {
+    CacheConfig config = fine_config({test::full_group(800), test::mamba_group(800, "a"),
+                                      test::mamba_group(800, "b"), test::mamba_group(800, "c")},
+                                     800, 16);
+    config.parallel.tp = 8;
+    return config;
+  }
+  void store_states(std::uint32_t tokens) {
+    for (const std::uint32_t state : {1u, 2u, 3u}) engine.store_at(StoreIndex{state}, tokens);
+  }
+
+  WideStates() {
+    for (std::uint32_t at = 800; at <= 48'000; at += 800) engine.store_at(StoreIndex{0}, at);
+  }
+
+  Engine engine{config(), kPrompt / 16};
+};
+
+TEST_F(WideStates, AreAskedForInNoMoreKeysThanACallHas) {
+  store_states(8'016);
+  EXPECT_EQ(engine.look_up(kPrompt, 0), 8'016u);
+  EXPECT_EQ(engine.scheduler->counters().lookup_calls, 2u);
+  const std::uint64_t first = (4 * (124 + 2 * 49)) * 8;
+  EXPECT_GT(engine.scheduler->counters().lookup_keys, first + (1u << 16) * 9 / 10);
+  EXPECT_LE(engine.scheduler->counters().lookup_keys, first + (1u << 16));
+}
+
+TEST_F(WideStates, OfShortHitsAreNotAskedForThen) {
+  store_states(1'616);
+  store_states(800);
+  EXPECT_EQ(engine.look_up(kPrompt, 0), 800u);
 }
 
 }  // namespace

@@ -36,9 +36,11 @@ bool LookupDesk::asked_first(const Question& question, const HitGroup& group,
 bool LookupDesk::left_open(const FirstRound& round, const HitGroup& group,
                            std::uint32_t tokens) const noexcept {
   // Inside whole chunks only a state ends a hit that could not end elsewhere.
-  const std::uint32_t from =
-      group.rule == HitRule::kLastState ? round.low : std::max(round.low, round.whole);
-  return from < tokens && tokens <= round.high;
+  if (group.rule == HitRule::kLastState) return round.states < tokens && tokens <= round.high;
+  // An object covers every shorter prefix that ends in its last chunk.
+  const std::uint64_t end = (std::uint64_t{round.high} + group.chunk_tokens - 1) /
+                            group.chunk_tokens * group.chunk_tokens;
+  return std::max(round.low, round.whole) < tokens && tokens <= end;
 }
 
 template <class Wanted>
@@ -70,11 +72,14 @@ void LookupDesk::find_units(StoreIndex index, const Question& question) {
       return asked_first(question, group, tokens);
     });
   } else {
-    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
-      return !asked_first(question, group, tokens) &&
-             left_open(*question.first_round, group, tokens);
-    });
+    find_second(index, question, *question.first_round);
   }
+}
+
+void LookupDesk::find_second(StoreIndex index, const Question& question, const FirstRound& round) {
+  find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
+    return !asked_first(question, group, tokens) && left_open(round, group, tokens);
+  });
 }
 
 void LookupDesk::append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const {
@@ -170,9 +175,28 @@ void LookupDesk::settle(const Question& question, Answer& answer) {
   }
 }
 
-std::unique_ptr<const FirstRound> LookupDesk::open_after(const Question& question) {
-  const std::uint32_t proven =
-      search_.find_below(presence_, question.local, question.probed, question.limit);
+void LookupDesk::bound_states(const Question& question, FirstRound& round) {
+  std::uint64_t others = 0;
+  std::uint64_t of_a_place = 0;
+  for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
+    const HitGroup& group = groups_[raw(index)];
+    const std::size_t shards = shards_[raw(index)].size();
+    if (group.rule == HitRule::kLastState) {
+      if (group.fine()) of_a_place += shards;
+      continue;
+    }
+    find_second(index, question, round);
+    others += units_.size() * shards;
+  }
+  if (of_a_place == 0) return;
+  const std::uint64_t places =
+      (kLookupKeysPerCall - std::min(others, kLookupKeysPerCall)) / of_a_place;
+  const std::uint64_t tokens = std::min<std::uint64_t>(round.high, places * alignment_);
+  round.states = std::max(round.low, round.high - static_cast<std::uint32_t>(tokens));
+}
+
+std::unique_ptr<const FirstRound> LookupDesk::open_after(const Question& question,
+                                                         std::uint32_t proven) {
   assumed_ = presence_;
   bool all = true;
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
@@ -202,10 +226,9 @@ std::unique_ptr<const FirstRound> LookupDesk::open_after(const Question& questio
   }
   // Of unequal chunks one may end inside another, and a hit inside both.
   round->whole -= round->whole % span_;
+  bound_states(question, *round);
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
-    find_units(index, question, [&](const HitGroup& group, std::uint32_t tokens) {
-      return !asked_first(question, group, tokens) && left_open(*round, group, tokens);
-    });
+    find_second(index, question, *round);
     round->keys += units_.size() * shards_[raw(index)].size();
   }
   if (round->keys == 0) return nullptr;
@@ -245,9 +268,9 @@ void LookupDesk::answer(Asked& asked, const std::vector<ItemResult>& items, Answ
     }
     key += keys;
   }
+  settle(question, answer);
   if (fine_ && question.first_round == nullptr && !answer.failed)
-    answer.first_round = open_after(question);
-  if (answer.first_round == nullptr) settle(question, answer);
+    answer.first_round = open_after(question, answer.hit);
 }
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {

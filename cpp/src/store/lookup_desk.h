@@ -19,15 +19,19 @@
 
 namespace kvprism::detail {
 
+// Of all questions; a single one's first round may have more.
+inline constexpr std::uint64_t kLookupKeysPerCall = 1u << 16;
+
 // What the first round of a question has found where it does not tell the hit. Hits inside blocks
 // have many places, and few of them matter: the first round asks for whole chunks, and for what
 // lies inside the first and the last one; the second for what the first leaves open.
 struct FirstRound {
   Presence presence;
-  std::uint32_t low = 0;    // tokens: the hit that is proven
-  std::uint32_t whole = 0;  // tokens: all that prefix groups need is there as whole chunks
-  std::uint32_t high = 0;   // tokens: no object beyond matters
-  std::uint64_t keys = 0;   // of the second round
+  std::uint32_t low = 0;     // tokens: the hit that is proven
+  std::uint32_t whole = 0;   // tokens: all that prefix groups need is there as whole chunks
+  std::uint32_t high = 0;    // tokens: no longer hit is possible, what drafts need included
+  std::uint32_t states = 0;  // tokens: states are asked for beyond
+  std::uint64_t keys = 0;    // of the second round
 };
 
 // One question: which hit in (local, limit] does the store offer?
@@ -50,7 +54,7 @@ struct Answer {
   // By group, where hits may end inside a block: tokens of the prefix whose object holds the last
   // chunk of the hit. Else empty.
   std::vector<std::uint32_t> tails;
-  // Not null: the question must be asked again, with it; the rest says nothing yet.
+  // Not null: the question must be asked again, with it; until then the rest is what is proven.
   std::unique_ptr<const FirstRound> first_round = nullptr;
 };
 
@@ -130,8 +134,13 @@ class LookupDesk {
 
   std::unique_ptr<ObjectBatch> take_batch();
   void answer(Asked& asked, const std::vector<ItemResult>& items, Answer& answer);
-  // What a first round that has found `presence_` leaves open; null when nothing that matters.
-  std::unique_ptr<const FirstRound> open_after(const Question& question);
+  // The objects of a group that the second round asks for, ascending, in units_.
+  void find_second(StoreIndex index, const Question& question, const FirstRound& round);
+  // Sets from where on states are asked for: the longest hits, when there are too many places.
+  void bound_states(const Question& question, FirstRound& round);
+  // What a first round that has found `presence_` and a hit of `proven` tokens leaves open; null
+  // when nothing that matters.
+  std::unique_ptr<const FirstRound> open_after(const Question& question, std::uint32_t proven);
   // The answer that `presence_` gives.
   void settle(const Question& question, Answer& answer);
 

@@ -4,11 +4,10 @@
 namespace kvprism {
 namespace {
 
+using detail::kLookupKeysPerCall;
 using detail::Lookup;
 using detail::LookupState;
 using detail::Request;
-
-constexpr std::uint64_t kLookupKeysPerCall = 1u << 16;  // of all questions, but for the first
 
 }  // namespace
 
@@ -34,16 +33,19 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     lookups_fail = answer.failed;
     const bool awaited = request != nullptr && request->lookup.serial == answer.serial &&
                          request->lookup.state == LookupState::kInFlight;
-    if (answer.first_round != nullptr) {
-      if (awaited) second_rounds.push_back(std::move(answer));
-      continue;
-    }
-    flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit, answer.failed ? 1 : 0);
+    const bool open = answer.first_round != nullptr;
+    if (!open)
+      flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit,
+                 answer.failed ? 1 : 0);
     if (!awaited) continue;
-    request->lookup.state = LookupState::kDone;
     request->lookup.hit = answer.hit;
     if (answer.shared > answer.hit) request->junction = answer.shared;
     request->lookup.tails = std::move(answer.tails);
+    if (open) {
+      second_rounds.push_back(std::move(answer));
+      continue;
+    }
+    request->lookup.state = LookupState::kDone;
     counters.lookup_time.add(now - request->lookup.at);
     request->lookup.at = now;
   }
@@ -144,8 +146,7 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
     s.ask(id, request, local, probed, max, now);
   } else if (lookup.state == LookupState::kInFlight &&
              now - lookup.at >= s.options.lookup_timeout) {
-    lookup.state = LookupState::kDone;  // late is a miss
-    lookup.hit = lookup.asked_local;
+    lookup.state = LookupState::kDone;  // late is a miss, but for what a first round has proven
     lookup.at = now;
     ++s.counters.lookups_late;
     s.lookups_fail = true;
