@@ -432,6 +432,19 @@ TEST_F(PurgeTest, OnlyTheDamagedShardIsRemovedAndSavedAgain) {
   EXPECT_EQ(scheduler->wants_save(RequestId{8}, now), (TokenRange{16, 64}));
 }
 
+TEST_F(PurgeTest, WhoeverFindsItsOwnSaveDamagedSavesItAgain) {
+  build();
+  report(save(), JobOutcome::kOk, true);
+  // It was preempted, and begins again with what it has saved.
+  scheduler->preempted(RequestId{7});
+  ASSERT_EQ(offered(RequestId{7}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{7}, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(load, JobOutcome::kPartial, true, {failed(0, 2, ItemStatus::kChecksumMismatch)});
+  scheduler->advanced(RequestId{7}, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(RequestId{7}, now), (TokenRange{32, 64}));
+}
+
 TEST_F(PurgeTest, WhatAnAbortedRequestFindsDamagedIsRemovedToo) {
   build();
   ASSERT_EQ(offered(RequestId{8}), 64u);

@@ -158,6 +158,39 @@ TEST_F(SchedulerTest, WhatALoadNoLongerFindsIsToldAsGone) {
   EXPECT_EQ(changes[1].tokens, 64u);
 }
 
+TEST_F(SchedulerTest, DamageIsToldAsGoneWhateverOtherRanksFindOfTheChunk) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  options.ranks = 2;
+  build({test::full_group(16)}, options);
+  const Hashes hashes(4, 1);
+  scheduler->advanced(kRequest, 32, hashes.list());
+  std::vector<ItemStatus> present(4, ItemStatus::kOk);
+  ASSERT_TRUE(scheduler->lookup(kRequest, 33, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  store->end_lookup(present);
+  ASSERT_EQ(scheduler->lookup(kRequest, 33, hashes.list(), 0, now).external_tokens, 32u);
+  const Rows rows({{5, 6}});
+  const JobId job = *scheduler->allocated(kRequest, 32, rows.get(), now);
+  scheduler->end_step(now);
+  const auto fails = [&](Rank rank, ItemStatus status) {
+    report(job, JobOutcome::kPartial, true,
+           {{StoreIndex{0}, 1, static_cast<std::uint32_t>(status)}}, rank);
+  };
+  fails(Rank{0}, ItemStatus::kLeaseLost);
+  fails(Rank{1}, ItemStatus::kChecksumMismatch);
+  std::vector<StoreChange> changes;
+  scheduler->take_changes(changes);
+  ASSERT_EQ(changes.size(), 1u);
+  EXPECT_FALSE(changes[0].stored);
+  EXPECT_EQ(changes[0].tokens, 32u);
+  // Nor is it offered again before it has been removed.
+  ASSERT_TRUE(scheduler->lookup(RequestId{9}, 33, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  store->end_lookup(present);
+  EXPECT_EQ(scheduler->lookup(RequestId{9}, 33, hashes.list(), 0, now).external_tokens, 16u);
+}
+
 TEST_F(SchedulerTest, RequestsWithSavesInFlightAreToldAlsoWhenTheyHaveFinished) {
   StoreSchedulerOptions options;
   options.ranks = 2;

@@ -128,12 +128,7 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
     damaged_[piece->content] = now_;
     // Whoever computes it anew stores it anew.
     stored_.erase(piece->content);
-    // One that has begun anew goes on behind what it had saved before.
-    const bool first = std::none_of(jobs_.begin(), jobs_.end(), [&](const auto& other) {
-      return &other.second != &job && other.second.request == job.request &&
-             other.second.generation == job.generation;
-    });
-    if (present && first && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
+    if (present && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
         piece->tokens % chunk_tokens_[stored] == 0) {
       holes_[raw(job.request)].push_back({piece->chunk * chunk_tokens_[stored], piece->content});
     }

@@ -128,9 +128,11 @@ void WorldRun::check_stored(const Completed& done) {
   check_stored(done, trail, last,
                {.windows = !retention, .states = last == stop && (!drafts || done.start < stop)});
   // A draft's prompt ends a unit behind it, where a window may have moved on.
-  if (objects_.alignment() < step_tokens_)
-    check_stored(done, trail, model_checkpoint(done.prompt, objects_.alignment(), drafts),
-                 {.windows = !drafts, .states = true});
+  if (objects_.alignment() < step_tokens_) {
+    const std::uint32_t end = model_checkpoint(done.prompt, objects_.alignment(), drafts);
+    // One that has found more does not stop there.
+    check_stored(done, trail, end, {.windows = !drafts, .states = !drafts || done.start < end});
+  }
   // Of a request that has started more than once it is not known here what it was looked up for.
   if (!retention || done.prompt == 0) return;
   if (done.junction != 0) count(WorldFault::kJunction);
@@ -139,7 +141,8 @@ void WorldRun::check_stored(const Completed& done) {
   // The same prompt again, a longer one, and one that leaves it where this one left another.
   for (const std::uint32_t end :
        {before(done.prompt - 1), drafts ? before(done.prompt) : 0, before(done.junction)}) {
-    if (end <= last) check_stored(done, trail, end, windows);
+    // Of one that has found more the window before it came from nowhere.
+    if (end <= last && end >= done.start) check_stored(done, trail, end, windows);
   }
 }
 

@@ -79,8 +79,7 @@ void StoreScheduler::Impl::tell_stored(detail::Save& save, const JobEvent& end) 
 // is not full it is not known under which of its prefixes the object was.
 void StoreScheduler::Impl::tell_missing(const detail::Load& load, const JobEvent& end) {
   for (const FailedChunk& chunk : end.failed) {
-    const auto status = static_cast<ItemStatus>(chunk.status);
-    if (status != ItemStatus::kMissing && status != ItemStatus::kChecksumMismatch) continue;
+    if (!is_gone(load, chunk)) continue;
     const std::uint32_t chunk_tokens = groups[raw(chunk.group)].chunk_tokens;
     const bool full = std::none_of(load.runs.begin(), load.runs.end(), [&](const RunRecord& run) {
       return run.group == chunk.group && run.first_chunk + run.count - 1 == chunk.chunk &&

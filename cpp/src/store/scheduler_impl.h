@@ -378,6 +378,11 @@ struct StoreScheduler::Impl {
   void warn_of_silence(const JobEvent& end);
   void end_load(JobId id, Load& load, const JobEvent& end, bool quiet, Instant now);
   void remember_unloadable(const Load& load, const JobEvent& end, Instant now);
+  // What is wrong with a chunk that a load did not bring.
+  static ItemStatus finding(const Load& load, const FailedChunk& chunk);
+  // Whether the store has the chunk no longer, or will not have it soon.
+  static bool is_gone(const Load& load, const FailedChunk& chunk);
+  void save_anew(Request& request, const Load& load, const JobEvent& end) const;
 };
 
 }  // namespace kvprism

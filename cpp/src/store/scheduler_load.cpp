@@ -103,6 +103,21 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   counters.hit_tokens += hit - local;
 }
 
+// Of a chunk with several findings the ledger keeps one; damage says more than any other.
+ItemStatus StoreScheduler::Impl::finding(const Load& load, const FailedChunk& chunk) {
+  const bool damaged =
+      std::any_of(load.mismatches.begin(), load.mismatches.end(), [&](const auto& mismatch) {
+        return mismatch.second.group == chunk.group && mismatch.second.chunk == chunk.chunk &&
+               static_cast<ItemStatus>(mismatch.second.status) == ItemStatus::kChecksumMismatch;
+      });
+  return damaged ? ItemStatus::kChecksumMismatch : static_cast<ItemStatus>(chunk.status);
+}
+
+bool StoreScheduler::Impl::is_gone(const Load& load, const FailedChunk& chunk) {
+  const ItemStatus status = finding(load, chunk);
+  return status == ItemStatus::kMissing || status == ItemStatus::kChecksumMismatch;
+}
+
 // A load that fails may fail for all who ask: a damaged object is never replaced by a put, and what
 // lay on a dead node is listed until the master notices.
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
@@ -110,7 +125,7 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
   if (request == nullptr || end.whole) return;
   remove_mismatched(*request, load, now);
   for (const FailedChunk& chunk : end.failed) {
-    const auto status = static_cast<ItemStatus>(chunk.status);
+    const ItemStatus status = finding(load, chunk);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
         status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
       continue;  // the next lookup sees that by itself
@@ -119,6 +134,20 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
     if (tokens / hash_tokens > hash_count(*request)) continue;
     const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
     unloadable.add(detail::RecentPrefixes::tag_of(hash, chunk.group), now);
+  }
+}
+
+// A request that begins again goes on behind what it has saved; what has gone since it must save
+// again itself.
+void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
+                                     const JobEvent& end) const {
+  for (const FailedChunk& chunk : end.failed) {
+    if (!is_gone(load, chunk)) continue;
+    const std::uint32_t from = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
+    request.planned = std::min(request.planned, aligned(from));
+    request.end_planned = 0;
+    std::erase(request.handed_off, detail::state_mark(chunk.group, mark_of(chunk.group, chunk.chunk,
+                                                                           load.hit, load.tails)));
   }
 }
 
@@ -189,6 +218,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     if (result.complete && result.valid_tokens == prompt.boundary) {
       request->end_planned = prompt.proof;
     }
+    if (!whole) save_anew(*request, load, end);
     if (!result.complete && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;
