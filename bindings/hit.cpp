@@ -22,6 +22,7 @@
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -252,9 +253,11 @@ void bind_hit(nb::module_& module) {
   nb::class_<HitGroup>(module, "HitGroup", "What a hit search knows of a group.")
       .def(
           "__init__",
-          [](HitGroup* self, std::string_view rule, std::uint32_t chunk_tokens,
-             std::uint32_t window, bool draft, std::uint32_t unit_tokens, std::uint32_t family) {
-            new (self) HitGroup(make_group(rule, chunk_tokens, window, draft, unit_tokens, family));
+          [](HitGroup* self, std::string_view rule, const Whole<std::uint32_t>& chunk_tokens,
+             const Whole<std::uint32_t>& window, bool draft,
+             const Whole<std::uint32_t>& unit_tokens, const Whole<std::uint32_t>& family) {
+            new (self) HitGroup(make_group(rule, chunk_tokens("chunk_tokens"), window("window"),
+                                           draft, unit_tokens("unit_tokens"), family("family")));
           },
           nb::kw_only(), "rule"_a, "chunk_tokens"_a, "window"_a = 0, "draft"_a = false,
           "unit_tokens"_a = 0, "family"_a)
@@ -284,8 +287,10 @@ void bind_hit(nb::module_& module) {
       .def(nb::init<const Projection&>(), "projection"_a)
       .def_static(
           "of_groups",
-          [](std::vector<HitGroup> groups, std::uint32_t step, std::uint32_t unit,
-             std::uint32_t alignment) { return Finder(std::move(groups), step, unit, alignment); },
+          [](std::vector<HitGroup> groups, const Whole<std::uint32_t>& step,
+             const Whole<std::uint32_t>& unit, const Whole<std::uint32_t>& alignment) {
+            return Finder(std::move(groups), step("step"), unit("unit"), alignment("alignment"));
+          },
           "groups"_a, nb::kw_only(), "step"_a, "unit"_a, "alignment"_a,
           R"(From rules and sizes instead of a projection.
 
@@ -372,22 +377,26 @@ Returns:
            "the prefix that names it).")
       .def(
           "lookup_masks",
-          [](const Finder& finder, std::uint32_t tokens) {
-            return mask_rows(finder, 0, tokens, std::nullopt, {});
+          [](const Finder& finder, const Whole<std::uint32_t>& tokens) {
+            return mask_rows(finder, 0, tokens("tokens"), std::nullopt, {});
           },
           "tokens"_a, nb::sig("def lookup_masks(self, tokens: int) -> list[bytes]"),
           "A byte for each chunk of each group: may it serve a hit of up to `tokens`?")
       .def(
           "store_masks",
-          [](const Finder& finder, std::uint32_t tokens, std::uint32_t start,
-             std::optional<std::uint32_t> retention, std::optional<std::uint32_t> prompt_tokens) {
+          [](const Finder& finder, const Whole<std::uint32_t>& tokens,
+             const Whole<std::uint32_t>& start,
+             const std::optional<Whole<std::uint32_t>>& retention,
+             const std::optional<Whole<std::uint32_t>>& prompt_tokens) {
             const HitSearch& search = finder.search();
             bool drafts = false;
             for (const HitGroup& group : search.groups()) drafts |= group.draft;
-            return mask_rows(finder, start, tokens, retention,
-                             prompt_tokens
-                                 ? replay_boundaries(*prompt_tokens, search.grid().step, drafts)
-                                 : ReplayBoundaries{});
+            const std::optional<std::uint32_t> interval =
+                retention ? std::optional((*retention)("retention")) : std::nullopt;
+            return mask_rows(finder, start("start"), tokens("tokens"), interval,
+                             prompt_tokens ? replay_boundaries((*prompt_tokens)("prompt_tokens"),
+                                                               search.grid().step, drafts)
+                                           : ReplayBoundaries{});
           },
           "tokens"_a, "start"_a = 0, nb::kw_only(), "retention"_a.none(),
           "prompt_tokens"_a.none() = nb::none(),

@@ -16,6 +16,7 @@
 #include "gil_free.h"
 #include "ids.h"
 #include "kvprism/key/key_schema.h"
+#include "whole.h"
 
 namespace kvprism::bindings {
 
@@ -58,8 +59,10 @@ void bind_key(nb::module_& module) {
   nb::class_<RankPosition>(module, "RankPosition", "A rank's place in the parallel arrangement.")
       .def(
           "__init__",
-          [](RankPosition* self, std::uint32_t tp, std::uint32_t pp, std::uint32_t pcp,
-             std::uint32_t dcp) { new (self) RankPosition{tp, pp, pcp, dcp}; },
+          [](RankPosition* self, const Whole<std::uint32_t>& tp, const Whole<std::uint32_t>& pp,
+             const Whole<std::uint32_t>& pcp, const Whole<std::uint32_t>& dcp) {
+            new (self) RankPosition{tp("tp"), pp("pp"), pcp("pcp"), dcp("dcp")};
+          },
           nb::kw_only(), "tp"_a = 0, "pp"_a = 0, "pcp"_a = 0, "dcp"_a = 0)
       .def_ro("tp", &RankPosition::tp, "Tensor rank.")
       .def_ro("pp", &RankPosition::pp, "Pipeline rank.")
@@ -196,7 +199,8 @@ Raises:
 
   module.def(
       "rank_position",
-      [](std::uint32_t rank, const Projection& projection) {
+      [](const Whole<std::uint32_t>& given, const Projection& projection) {
+        const std::uint32_t rank = given("rank");
         const ParallelSizes& parallel = projection.parallel();
         if (rank >= parallel.world()) {
           fail(ErrorCode::kInvalidArgument, "rank",

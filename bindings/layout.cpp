@@ -259,7 +259,8 @@ Raises:
           "group"_a)
       .def(
           "segments",
-          [](const SegmentMap& map, const PyGroupId& group, std::int32_t block) {
+          [](const SegmentMap& map, const PyGroupId& group, const Whole<std::int32_t>& given) {
+            const std::int32_t block = given("block");
             const GroupId id = checked(group, map.projection().num_groups(), "GroupId");
             if (!map.is_block(BlockId{block})) {
               fail(ErrorCode::kInvalidArgument, "segment map",
@@ -302,10 +303,12 @@ Raises:
 
   module.def(
       "kernel_blocks",
-      [](std::uint32_t tokens_per_block, std::uint32_t states_per_block,
-         std::uint32_t tokens_per_state, std::uint64_t count) {
+      [](const Whole<std::uint32_t>& tokens_per_block, const Whole<std::uint32_t>& states_per_block,
+         const Whole<std::uint32_t>& tokens_per_state, const Whole<std::uint64_t>& count) {
         const BlockRatio ratio =
-            BlockRatio::make(tokens_per_block, {states_per_block, tokens_per_state, count});
+            BlockRatio::make(tokens_per_block("tokens_per_block"),
+                             {states_per_block("states_per_block"),
+                              tokens_per_state("tokens_per_state"), count("count")});
         return std::pair(ratio.kernel_blocks_per_block(), ratio.num_blocks());
       },
       nb::kw_only(), "tokens_per_block"_a, "states_per_block"_a, "tokens_per_state"_a, "count"_a,

@@ -143,7 +143,10 @@ Returns:
     A writable view that keeps this memory alive.)")
       .def(
           "page",
-          [](BoundMemory& m, const PyGroupId& group, std::uint32_t layer, std::int32_t block) {
+          [](BoundMemory& m, const PyGroupId& group, const Whole<std::uint32_t>& given_layer,
+             const Whole<std::int32_t>& given_block) {
+            const std::uint32_t layer = given_layer("layer");
+            const std::int32_t block = given_block("block");
             const GroupId id = checked(group, m.projection->num_groups(), "GroupId");
             if (layer >= m.memory.num_layers(id)) throw nb::index_error("layer");
             if (block < 0 || static_cast<std::uint32_t>(block) >= m.projection->num_blocks())
@@ -189,13 +192,14 @@ loaded byte must be and compares all of them. One call at a time; calls that run
           "__init__",
           [](BoundEngine* self, std::shared_ptr<BoundScheduler> scheduler,
              std::shared_ptr<BoundWorker> worker, std::shared_ptr<BoundMemory> memory,
-             bool local_cache, std::uint32_t token_budget, std::uint32_t max_running,
-             std::uint32_t max_model_tokens) {
+             bool local_cache, const Whole<std::uint32_t>& token_budget,
+             const Whole<std::uint32_t>& max_running,
+             const Whole<std::uint32_t>& max_model_tokens) {
             sim::EngineOptions options;
             options.local_cache = local_cache;
-            options.token_budget = token_budget;
-            options.max_running = max_running;
-            options.max_model_tokens = max_model_tokens;
+            options.token_budget = token_budget("token_budget");
+            options.max_running = max_running("max_running");
+            options.max_model_tokens = max_model_tokens("max_model_tokens");
             new (self)
                 BoundEngine(std::move(scheduler), std::move(worker), std::move(memory), options);
           },

@@ -487,12 +487,17 @@ Returns:
             const TokenRange asked{range.first("range[0]"), range.second("range[1]")};
             const Use use(b);
             const Instant now = monotonic_now();
+            if (b.checked() != nullptr) {
+              // The checks look at every entry.
+              const BlockRows view = use.rows(rows);
+              const GilFree released;
+              return b.checked()->save(id, asked, view, now);
+            }
             // Only the scheduler knows where the range really starts; entries before it are not
             // read.
             const TokenRange tokens{use->wants_save(id, now).from, asked.to};
             const BlockRows view = use.rows(rows, tokens);
             const GilFree released;
-            if (b.checked() != nullptr) return b.checked()->save(id, asked, view, now);
             use->save(id, tokens, view, now);
           },
           "request"_a, "range"_a, "rows"_a,
@@ -646,7 +651,9 @@ Returns:
     "healthy", "off", or "degraded: " and the reasons.)")
       .def(
           "flight_record",
-          [](BoundScheduler& b, std::size_t most) { return Use(b)->flight_record().text(most); },
+          [](BoundScheduler& b, const Whole<std::size_t>& most) {
+            return Use(b)->flight_record().text(most("most"));
+          },
           "most"_a = FlightRecorder::kEvents,
           R"(The last events: seconds before the last one, what happened, and three numbers.
 

@@ -58,7 +58,8 @@ struct type_caster<kvprism::bindings::Whole<T>> {
   NB_TYPE_CASTER(kvprism::bindings::Whole<T>, const_name("int"))
 
   bool from_python(handle source, std::uint8_t, cleanup_list*) noexcept {
-    if (PyIndex_Check(source.ptr()) == 0) return false;
+    // True where a number belongs is a mistake: a percentage of it would be 1.
+    if (PyIndex_Check(source.ptr()) == 0 || PyBool_Check(source.ptr())) return false;
     object number = steal(PyNumber_Index(source.ptr()));
     if (!number.is_valid()) {
       PyErr_Clear();

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kvprism/backend/blocking_store.h"
@@ -24,6 +25,7 @@ namespace {
 
 using namespace kvprism;  // NOLINT(google-build-using-namespace): an example of the whole namespace
 using toy::kBlock, toy::kPage, toy::Tokens;
+using Memory = std::vector<std::byte>;
 
 constexpr std::uint32_t kBlocks = 64, kChunk = 48;  // of the pool; tokens of a step
 constexpr const char* kConfig =
@@ -34,20 +36,22 @@ constexpr const char* kConfig =
 template <class Store>
 class Engine {
  public:
-  explicit Engine(std::shared_ptr<Store> store)
-      : store_(std::move(store)), memory_(kBlocks * kPage), pool_(kBlocks) {
+  explicit Engine(std::shared_ptr<Store> store) : store_(std::move(store)) {
     const SpecRegistry registry = SpecRegistry::builtin();
     const auto groups = Projection::make(cache_config_from_json(kConfig, registry), registry);
     const auto schema =
         KeySchema::kvprism(groups, {.model = "example", .hash_algorithm = "example-mix"});
     const CacheTensor tensor{
-        .base = memory_.data(), .bytes = memory_.size(), .layers = {"l0"}, .block_stride = kPage};
-    scheduler_ = std::make_unique<EngineScheduler>(
-        schema, store_, StoreSchedulerOptions{.epoch = std::random_device{}() | 1u});
+        .base = memory_->data(), .bytes = memory_->size(), .layers = {"l0"}, .block_stride = kPage};
+    std::random_device random;
+    const std::uint64_t epoch = std::uint64_t{random()} << 32 | random() | 1u;
+    scheduler_ =
+        std::make_unique<EngineScheduler>(schema, store_, StoreSchedulerOptions{.epoch = epoch});
     worker_ = std::make_shared<StoreWorker>(schema, SegmentMap::make(groups, {tensor}), store_,
                                             StoreWorkerOptions{});
     pump_ = std::make_unique<PumpThread>(worker_, store_);
   }
+  ~Engine() { end(); }
 
   // Serves one prompt; returns how many of its tokens came from the store.
   std::uint32_t serve(RequestId request, const Tokens& prompt) {
@@ -74,14 +78,14 @@ class Engine {
     const std::uint32_t loaded = computed;
     while (computed < tokens) {
       const std::uint32_t end = std::min(computed + kChunk, tokens);
-      toy::compute(memory_, prompt, table, computed, end);
+      toy::compute(*memory_, prompt, table, computed, end);
       computed = end;
       scheduler_->advanced(request, computed, hashes);
       const TokenRange ready = scheduler_->wants_save(request, monotonic_now());
       if (!ready.empty()) scheduler_->save(request, ready, rows, monotonic_now());
       step();
     }
-    wrong += toy::count_wrong(memory_, prompt, table);
+    wrong += toy::count_wrong(*memory_, prompt, table);
     scheduler_->finished(request, FinishReason::kCompleted);
     for (const BlockId block : table) pool_.drop_reference(block);  // jobs hold their own
     return loaded;
@@ -90,15 +94,26 @@ class Engine {
   // Waits until nothing uses a block any more, then ends.
   void close() {
     while (scheduler_->has_pending_work()) step();
-    pump_->stop(seconds(5));
-    store_->close_index(seconds(5));
-    store_->close_store(seconds(5));
+    if (!end()) return;
+    take_reports();
     if (pool_.num_free() != kBlocks - 1) wrong += 1'000'000;
   }
 
   std::uint64_t wrong = 0;  // bytes
 
  private:
+  // False while native calls may still use the cache: its memory then stays until the process ends.
+  bool end() {
+    if (!pump_) return true;
+    std::size_t unquiet = std::exchange(pump_, nullptr)->stop(seconds(5)).unquiet;
+    unquiet += store_->close_index(seconds(5)).unquiet;
+    unquiet += store_->close_store(seconds(5)).unquiet;
+    if (unquiet == 0) return true;
+    std::fprintf(stderr, "engine: %zu native calls go on: the cache's memory is kept\n", unquiet);
+    new std::shared_ptr<Memory>(memory_);  // never freed
+    return false;
+  }
+
   // Once in every step. Its "kernels" have written already; an engine with a device gives an event.
   void step() {
     const StepPlan& plan = scheduler_->end_step(monotonic_now());
@@ -108,6 +123,10 @@ class Engine {
     }
     follow_references();
     pump_->wait_moved(pump_->moves(), milliseconds(1));  // where a real engine would compute
+    take_reports();
+  }
+
+  void take_reports() {
     WorkerReport report;
     while (worker_->poll(report)) scheduler_->report(report, monotonic_now());
     follow_references();
@@ -122,9 +141,9 @@ class Engine {
     for (const BlockId block : blocks) pool_.drop_reference(block);
   }
 
-  std::shared_ptr<Store> store_;
-  std::vector<std::byte> memory_;
-  toy::BlockPool pool_;
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>(kBlocks * kPage);
+  std::shared_ptr<Store> store_;  // ends before the memory whose bytes it moves
+  toy::BlockPool pool_{kBlocks};
   std::unique_ptr<EngineScheduler> scheduler_;
   std::shared_ptr<StoreWorker> worker_;
   std::unique_ptr<PumpThread> pump_;

@@ -285,16 +285,23 @@ impl Engine {
     }
 
     fn close(self) -> Result<(), String> {
-        let mut unquiet = 0;
-        // SAFETY: the handles are used for the last time; the memory outlives the worker.
+        let (mut of_worker, mut of_store) = (0, 0);
+        // SAFETY: the handles are used for the last time; the memory outlives the calls that use it.
         unsafe {
-            check(|e| kvprism_worker_close(self.worker, kvprism_now(), 5 * SECOND, &mut unquiet, e))?;
-            check(|e| kvprism_store_close(self.store, 5 * SECOND, &mut unquiet, e))?;
+            let worker = check(|e| kvprism_worker_close(self.worker, kvprism_now(), 5 * SECOND, &mut of_worker, e));
+            let store = check(|e| kvprism_store_close(self.store, 5 * SECOND, &mut of_store, e));
+            if worker.is_err() || store.is_err() || of_worker + of_store != 0 {
+                std::mem::forget(self.memory); // native calls may go on: it stays for the process's life
+            }
+            worker.and(store)?;
             kvprism_worker_free(self.worker);
             kvprism_scheduler_free(self.scheduler);
             kvprism_store_free(self.store);
         }
-        if unquiet == 0 { Ok(()) } else { Err(format!("{unquiet} calls did not end")) }
+        match of_worker + of_store {
+            0 => Ok(()),
+            unquiet => Err(format!("{unquiet} calls did not end")),
+        }
     }
 }
 

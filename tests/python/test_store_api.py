@@ -311,6 +311,10 @@ def test_numbers_out_of_range_are_named() -> None:
         scheduler.save(1, (0, 2**32), [])
     with pytest.raises(kvprism.ArgumentError, match=f"value = -1: {whole} 4294967295"):
         kvprism.GroupId(-1)
+    with pytest.raises(kvprism.ArgumentError, match=f"most = -1: {whole} 18446744073709551615"):
+        scheduler.flight_record(-1)
+    with pytest.raises(kvprism.ArgumentError, match=f"pp = -1: {whole} 4294967295"):
+        kvprism.RankPosition(pp=-1)
     assert scheduler.lookup(np.int64(1), np.uint32(0), []) == 0
     assert scheduler.tracked() == 0
 
@@ -338,6 +342,34 @@ def test_a_checked_scheduler_raises_for_calls_out_of_order() -> None:
         checked.scheduler.report(b"what is this")
     assert checked.scheduler.counters()["saved_objects"] == 3
     assert checked.scheduler.tracked() == 0
+
+
+def test_a_checked_save_sees_only_the_tables_it_is_given() -> None:
+    """Blocks go from one request to another, and tables of earlier calls are no longer true."""
+    rank = Rank(checked=True)
+    saved, other = list(range(8)), list(range(100, 116))
+
+    def save(request: int, tokens: list[int], span: tuple[int, int], table: list[int]) -> None:
+        rank.scheduler.advanced(request, span[1], hashes(tokens))
+        assert rank.scheduler.wants_save(request) == span
+        rank.scheduler.save(request, span, [table])
+        rank.scheduler.take_acquired()
+        rank.step()
+
+    save(1, other, (0, 8), [3, 4])
+    save(2, saved, (0, 8), [1, 2])
+    rank.scheduler.finished(2)
+    save(1, other, (8, 16), [3, 4, 1, 2])
+    with pytest.raises(kvprism.ArgumentError, match="block 3 twice in the table of group 0"):
+        save(3, [7, *range(200, 207)], (0, 8), [3, 3])
+    assert rank.scheduler.counters()["saved_objects"] == 6
+
+
+def test_a_truth_value_is_no_number() -> None:
+    with pytest.raises(TypeError):
+        Rank(max_held_percent=True)
+    with pytest.raises(TypeError):
+        Rank().scheduler.finished(True)
 
 
 def test_each_side_of_a_store_has_one_owner() -> None:
