@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import conftest
 import kvprism
 import pytest
 import test_layouts as layouts
+from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
+from kvprism.vllm.metadata import StageMetadata, StepMetadata
 
 SHAPE = {
     "block_size": layouts.POSITIONS,
@@ -68,8 +74,8 @@ def test_facts_are_the_same_in_every_process() -> None:
     assert noted == {"a": "Odd", "b": [1, 2.5, None, True]}
 
 
-def two_stages() -> tuple[Any, list[Any], Any]:
-    """vLLM's configs of two pipeline stages, the first without windows, and the scheduler's."""
+def two_stages(*, first_has_window: bool = False) -> tuple[Any, list[Any], Any]:
+    """vLLM's configs of two pipeline stages and the scheduler's."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
@@ -88,6 +94,8 @@ def two_stages() -> tuple[Any, list[Any], Any]:
         {"0.attn": full},
         {"1.attn": full, "2.attn": window, "3.attn": window},
     ]
+    if first_has_window:
+        specs = [{f"{at}.attn": full, f"{at}.window": window} for at in range(2)]
     stages = kv_cache_utils.get_kv_cache_configs(vllm_config, specs, [1 << 26, 1 << 26])
     return vllm_config, stages, kv_cache_utils.generate_scheduler_kv_cache_config(stages)
 
@@ -134,33 +142,155 @@ def test_stages_that_name_their_objects_otherwise_are_refused() -> None:
     )
 
 
-def test_workers_tell_the_scheduler_which_groups_they_hold() -> None:
-    from kvprism.local_mooncake import LocalMooncake
-    from kvprism.vllm import KVPrismConnector
+@pytest.fixture(scope="module")
+def mooncake() -> Iterator[LocalMooncake]:
+    with LocalMooncake(storage_bytes=64 << 20) as running:
+        yield running
+
+
+def roles(vllm_config: Any, master: str, *names: str) -> tuple[Any, Any]:
+    """Makers of a scheduler's and of a worker's connector: vLLM's MultiConnector of several."""
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    vllm_config, stages, whole = two_stages()
-    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
-        vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector="KVPrismConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"master_server_address": mooncake.master},
-        )
-        half = KVPrismConnector(vllm_config, KVConnectorRole.SCHEDULER, whole)
-        told = {
-            (stage, 0): KVPrismConnector(
-                vllm_config, KVConnectorRole.WORKER, config
-            ).get_handshake_metadata()
-            for stage, config in enumerate(stages)
+    child = {
+        "KVPrismConnector": {
+            "kv_connector": "KVPrismConnector",
+            "kv_connector_module_path": "kvprism.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"master_server_address": master},
+        },
+        "DecodeBenchConnector": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+    }
+    transfer = child[names[0]]
+    if len(names) > 1:
+        children = [child[name] for name in names]
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
         }
-        hashes = [bytes([at]) * 32 for at in range(4)]
-        for _ in range(2):  # since 0.33 it may come again
-            half.set_xfer_handshake_metadata_pp_aware({**told, (0, 1): object()})
-            half.set_xfer_handshake_metadata_pp_aware(told)
-        core = half._half()._core
-        assert core.lookup(1, 100, hashes) is None
-        core.end_step()
-        # Three blocks of attention on both stages, and of windows on one.
-        assert core.counters()["lookup_keys"] == 3 * 2 + 3
-        half.shutdown()
+    vllm_config.kv_transfer_config = KVTransferConfig(**transfer)
+    cls = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+
+    def worker(config: Any, rank: int) -> Any:
+        own = copy.copy(vllm_config)
+        own.parallel_config = copy.copy(vllm_config.parallel_config)
+        own.parallel_config.rank = rank
+        return cls(own, KVConnectorRole.WORKER, config)
+
+    return lambda config: cls(vllm_config, KVConnectorRole.SCHEDULER, config), worker
+
+
+def words_of(workers: list[Any]) -> dict[tuple[int, int], Any]:
+    """As vLLM collects them: of those who have something to say."""
+    told = {(stage, 0): each.get_handshake_metadata() for stage, each in enumerate(workers)}
+    return {place: words for place, words in told.items() if words is not None}
+
+
+NO_TOKENS = SimpleNamespace(
+    num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
+)
+
+
+def keys_of_a_lookup(half: Any) -> int:
+    core = half._half()._core
+    assert core.lookup(1, 100, [bytes([at]) * 32 for at in range(4)]) is None
+    core.end_step()
+    return int(core.counters()["lookup_keys"])
+
+
+def test_workers_tell_the_scheduler_which_groups_they_hold(mooncake: LocalMooncake) -> None:
+    vllm_config, stages, whole = two_stages()
+    scheduler, worker = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    half = scheduler(whole)
+    told = words_of([worker(config, rank) for rank, config in enumerate(stages)])
+    assert list(told) == [(0, 0)], "the stage that lacks a group speaks"
+    for _ in range(2):  # since 0.33 it may come again
+        half.set_xfer_handshake_metadata_pp_aware({**told, (0, 1): object()})
+        half.set_xfer_handshake_metadata_pp_aware(told)
+    # Three blocks of attention on both stages, and of windows on one.
+    assert keys_of_a_lookup(half) == 3 * 2 + 3
+    half.shutdown()
+
+
+@pytest.mark.parametrize("first", ["KVPrismConnector", "DecodeBenchConnector"])
+def test_stages_beside_a_connector_that_knows_of_none(
+    first: str,
+    mooncake: LocalMooncake,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM hands the words of any child to all, and most refuse those of a second stage."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    vllm_config, stages, whole = two_stages(first_has_window=True)
+    names = sorted(("KVPrismConnector", "DecodeBenchConnector"), key=lambda name: name != first)
+    scheduler, worker = roles(vllm_config, mooncake.master, *names)
+    both = scheduler(whole)
+    workers = [worker(config, rank) for rank, config in enumerate(stages)]
+    told = words_of(workers)
+    assert told == {}
+    both.set_xfer_handshake_metadata_pp_aware(told)
+    at = names.index("KVPrismConnector")
+    half = both.sub_connectors[at]
+    step = half.build_connector_meta(NO_TOKENS)
+    for each in workers:
+        each.sub_connectors[at].bind_connector_metadata(step)
+    assert "pipeline stage" not in caplog.text
+    assert keys_of_a_lookup(half) == 2 * 3 * 2
+    both.shutdown()
+
+
+def test_a_stage_that_was_not_heard_says_so(
+    mooncake: LocalMooncake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handshake of another child of MultiConnector has come in place of ours."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    vllm_config, stages, whole = two_stages()
+    (lacking,) = {0, 1} - set(cache_config.held_groups(stages[0]))
+    scheduler, worker = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    half = scheduler(whole)
+    half.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
+    step, later = (half.build_connector_meta(NO_TOKENS) for _ in range(2))
+    assert later == StepMetadata(), "it is told once"
+    for rank, config in enumerate(stages):
+        worker(config, rank).bind_connector_metadata(step)
+    half.shutdown()
+    lines = {record.getMessage() for record in caplog.records}
+    (line,) = (line for line in lines if "pipeline stage" in line)
+    assert line == (
+        f"kvprism: pipeline stage 0 holds groups [{1 - lacking}], and the scheduler, which has not "
+        "heard so, takes it to hold [0, 1]: nothing will be found; in MultiConnector kvprism must "
+        "be the first child that shakes hands"
+    )
+
+
+def test_a_stage_with_other_names_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    vllm_config, stages, _ = two_stages(first_has_window=True)
+    _, worker = roles(vllm_config, "127.0.0.1:1", "KVPrismConnector")
+    one = worker(stages[1], 1)
+    own = cache_config.describe(vllm_config, stages[1], (32, 32), "").schema.fingerprint
+    right, wrong = StageMetadata((0, 1), own), StageMetadata((0, 1), "0" * 32)
+    one.bind_connector_metadata(StepMetadata(stages=(wrong, right)))
+    assert "pipeline stage" not in caplog.text
+    one.bind_connector_metadata(StepMetadata(stages=(right, wrong)))
+    assert (
+        f"kvprism: pipeline stage 1 names its objects with the fingerprint {own}, and the "
+        f"scheduler with {'0' * 32}: nothing will be found; layers of one group differ in size, and "
+        "this stage begins with another one"
+    ) in caplog.text
+
+
+def test_a_scheduler_that_has_heard_of_no_stage_ends_without_a_core(
+    mooncake: LocalMooncake,
+) -> None:
+    vllm_config, _, whole = two_stages()
+    scheduler, _ = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    half = scheduler(whole)
+    half.shutdown()
+    half.shutdown()
+    assert "_core" not in vars(half._half())

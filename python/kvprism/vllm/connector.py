@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -58,7 +58,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                     if wanted(vllm_config)
                     else None
                 ),
-                stages_come=vllm_config.parallel_config.pipeline_parallel_size > 1,
+                stages=self._stages({}),
             )
 
     def _describe(self, stages: Mapping[int, Collection[int]] | None = None) -> Any:
@@ -70,6 +70,17 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return describe(
             self._vllm_config, config, sizes, options.cache_prefix, options.key_schema, stages
         )
+
+    def _stages(self, told: Mapping[int, StageMetadata]) -> tuple[StageMetadata, ...]:
+        """Of several pipeline stages: what each holds. Who says nothing holds all groups."""
+        count = self._vllm_config.parallel_config.pipeline_parallel_size
+        if count == 1:
+            return ()
+        described = self._described
+        silent = StageMetadata(
+            tuple(range(described.projection.num_groups)), described.schema.fingerprint
+        )
+        return tuple(told.get(stage, silent) for stage in range(count))
 
     # What kind of connector this is.
 
@@ -141,7 +152,11 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Takes the step's metadata."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+        if not isinstance(connector_metadata, StepMetadata):
+            return
+        if connector_metadata.stages:
+            self._compare_stage(connector_metadata.stages)
+        if self._worker is not None:
             self._worker.bind(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
@@ -199,12 +214,43 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def get_handshake_metadata(self) -> StageMetadata | None:
-        """Which groups this rank holds: vLLM's scheduler knows the layers of stage 0 alone."""
-        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+        """Which groups this rank holds, if not all: vLLM's scheduler knows stage 0's alone.
+
+        Only where it must be told: MultiConnector hands it to the other children, too, most of
+        which refuse to hear of a second stage.
+        """
+        held = held_groups(self._kv_cache_config)
+        if len(held) == len(self._kv_cache_config.kv_cache_groups):
             return None
-        return StageMetadata(
-            held_groups(self._kv_cache_config), self._describe().schema.fingerprint
+        return StageMetadata(held, self._describe().schema.fingerprint)
+
+    def _compare_stage(self, stages: Sequence[StageMetadata]) -> None:
+        """Says what the scheduler does not know of this stage: it looks for other objects."""
+        parallel = self._vllm_config.parallel_config
+        per_stage = parallel.tensor_parallel_size * getattr(
+            parallel, "prefill_context_parallel_size", 1
         )
+        stage = parallel.rank // per_stage
+        taken, held = stages[stage], held_groups(self._kv_cache_config)
+        if taken.groups != held:
+            logger.error(
+                "kvprism: pipeline stage %d holds groups %s, and the scheduler, which has not "
+                "heard so, takes it to hold %s: nothing will be found; in MultiConnector kvprism must "
+                "be the first child that shakes hands",
+                stage,
+                list(held),
+                list(taken.groups),
+            )
+        fingerprint = self._describe().schema.fingerprint
+        if taken.fingerprint != fingerprint:
+            logger.error(
+                "kvprism: pipeline stage %d names its objects with the fingerprint %s, and the "
+                "scheduler with %s: nothing will be found; layers of one group differ in size, "
+                "and this stage begins with another one",
+                stage,
+                fingerprint,
+                taken.fingerprint,
+            )
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         """What the scheduler's half has to hear."""
@@ -287,17 +333,19 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         """Of a single stage there is nothing to learn."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Takes what every stage holds, before the first request comes; may be repeated."""
+        """Takes what stages lack, before the first request comes; may be repeated."""
         told = {
             stage: words
             for (stage, _), words in metadata.items()
             if isinstance(words, StageMetadata)  # in MultiConnector others' words come here too
         }
-        if len(told) != self._vllm_config.parallel_config.pipeline_parallel_size:
-            return
         check_stages(self._described, {stage: words.fingerprint for stage, words in told.items()})
-        self._described = self._describe({stage: words.groups for stage, words in told.items()})
-        self._half().learn(self._described)
+        stages = self._stages(told)
+        if told:
+            self._described = self._describe(
+                {stage: words.groups for stage, words in enumerate(stages)}
+            )
+        self._half().learn(self._described, stages)
 
     def reset_cache(self) -> bool | None:
         """The engine's caches are void, e.g. after a change of weights.

@@ -13,10 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(frozen=True, slots=True)
 class StageMetadata(KVConnectorHandshakeMetadata):
-    """What a worker holds, told to the scheduler once at start."""
+    """What a pipeline stage holds, told once at start: by a worker that lacks a group to the
+    scheduler, and by the scheduler, as it takes it to be, to every worker."""
 
     groups: tuple[int, ...]
-    """Indices of the KV cache groups that it has layers of."""
+    """Indices of the KV cache groups that it has layers of, ascending."""
     fingerprint: str
     """Of its keys; empty where keys have none."""
 
@@ -33,6 +34,8 @@ class StepMetadata(KVConnectorMetadata):
     """Requests that wait for a load which was never planned: each worker reports them failed."""
     abandoned: tuple[int, ...] = ()
     """Jobs of loads in quarantine: each worker reports them failed."""
+    stages: tuple[StageMetadata, ...] = ()
+    """Of several pipeline stages, by rank: what each is taken to hold; in the first step."""
 
 
 @dataclass(slots=True)

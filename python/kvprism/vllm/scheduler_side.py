@@ -11,7 +11,7 @@ from .._core import GroupId, StoreScheduler
 from ..logs import forward_log
 from .cache_config import Described
 from .events import Announcer
-from .metadata import ReportMetadata, StepMetadata
+from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
 from .stats import Differences, StoreStats
@@ -73,7 +73,7 @@ class SchedulerSide:
         loads: bool,
         saves: bool,
         announcer: Announcer | None = None,
-        stages_come: bool = False,
+        stages: tuple[StageMetadata, ...] = (),
     ) -> None:
         self._save_decode = bool(options.save_decode_cache)
         self._loads = loads
@@ -97,7 +97,8 @@ class SchedulerSide:
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
-        if not stages_come:
+        self._stages = stages  # of several: told with the first step
+        if not stages:
             _ = self._core  # what is wrong with it is told at start
         self._health: Any = None  # told last
 
@@ -123,10 +124,11 @@ class SchedulerSide:
             purge_settle_seconds=options.purge_settle_seconds,
         )
 
-    def learn(self, described: Described) -> None:
+    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> None:
         """Takes what all pipeline stages hold; once is enough, and vLLM may repeat it."""
         if "_core" not in self.__dict__:
             self._described = described
+            self._stages = stages
             _ = self._core
 
     def bind_pool(self, pool: Any) -> None:
@@ -190,7 +192,9 @@ class SchedulerSide:
             tuple(self._step_loads),
             tuple(self._refused),
             tuple(self._abandoned),
+            self._stages,
         )
+        self._stages = ()
         self._step_loads.clear()
         self._refused.clear()
         self._abandoned.clear()
@@ -396,6 +400,9 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""
+        if "_core" not in self.__dict__:  # the stages were never told of
+            self._store.close(0.5)
+            return
         if self._purge_runs():
             logger.warning(
                 "kvprism: closed while a purge was %s: objects of before it may be in the store",
