@@ -8,11 +8,13 @@ process, and this process with its socket.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -77,13 +79,22 @@ def serve(orders: socket.socket) -> str | None:
 
 
 def keep(engine: int, descriptors: list[int]) -> None:
-    """Tells of a copy's begin and end, and never returns."""
+    """Tells of a copy's begin and end, and never returns.
+
+    Until the one who is told hangs up, the copy keeps its number: a signal finds nobody else.
+    """
     *others, told = descriptors
     for descriptor in (0, 1, 2, *others):
         os.close(descriptor)
     os.write(told, b"%d\n" % engine)
-    _, status = os.waitpid(engine, 0)
-    os.write(told, b"%d\n" % os.waitstatus_to_exitcode(status))
+    ended = os.waitid(os.P_PID, engine, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    exited = ended.si_code == os.CLD_EXITED
+    with contextlib.suppress(BrokenPipeError):
+        os.write(told, b"%d\n" % (ended.si_status if exited else -ended.si_status))
+        listener = select.poll()
+        listener.register(told, 0)  # only that nobody reads any more
+        listener.poll()
     os._exit(0)
 
 

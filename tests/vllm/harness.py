@@ -136,18 +136,25 @@ class EngineProcess:
         return int(text)
 
     def kill(self, number: int) -> None:
-        """Sends a signal, which does not matter to one that has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        """Sends a signal, which does not matter to one that has ended; before wait() returns."""
+        if self._told < 0:
+            self._process.send_signal(number)
+        else:
+            os.kill(self.pid, number)  # its keeper lets nobody else have the number
 
     def wait(self, timeout: float) -> int:
         """The exit status, or minus the signal; once."""
-        if self._told < 0:
-            return self._process.wait(timeout)
         try:
-            return self._number(timeout)
+            if self._told < 0:
+                return self._process.wait(timeout)
+            status = self._number(timeout)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            self.kill(signal.SIGKILL)
+            raise
         finally:
-            os.close(self._told)
+            if self._told >= 0:
+                os.close(self._told)
+        return status
 
 
 def run_engines(
@@ -177,11 +184,7 @@ def run_engines(
         order.seek(0)
         files = (order.fileno(), log.fileno(), answer.fileno())
         process = EngineProcess(SCRIPT, *files, environment or {})
-        try:
-            status = process.wait(timeout)
-        except TimeoutError:
-            process.kill(signal.SIGKILL)
-            raise
+        status = process.wait(timeout)
         log.seek(0)
         text = log.read()
         answer.seek(0)
@@ -237,6 +240,7 @@ class LiveEngine:
         connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         watch: Path | None = None,
+        longest: float = 900.0,
     ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in __exit__
         reader, writer = os.pipe()
@@ -247,7 +251,8 @@ class LiveEngine:
         os.close(writer)
         os.close(stdin)
         self._orders = os.fdopen(orders, "w")
-        self._answers = os.fdopen(reader)
+        self._answers = reader
+        self._longest = longest
         self._status: int | None = None
         task = {
             "model": str(model),
@@ -271,7 +276,7 @@ class LiveEngine:
                 self.kill(signal.SIGKILL)
             with contextlib.suppress(BrokenPipeError):
                 self._orders.close()
-            self._answers.close()
+            os.close(self._answers)
             self._log.close()
 
     def serve(
@@ -315,9 +320,14 @@ class LiveEngine:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise EngineError(f"the engine has ended\n{self.log[-20000:]}")
+        line = b""
+        while not line.endswith(b"\n"):
+            if not select.select([self._answers], [], [], self._longest)[0]:
+                raise EngineError(f"no answer within {self._longest} s\n{self.log[-20000:]}")
+            part = os.read(self._answers, 1 << 16)
+            if not part:
+                raise EngineError(f"the engine has ended\n{self.log[-20000:]}")
+            line += part
         answer: dict[str, Any] = json.loads(line)
         return answer
 

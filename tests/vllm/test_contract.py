@@ -376,6 +376,7 @@ def test_what_a_worker_moves_is_told_by_group() -> None:
         "groups.1.put_time.sum_us": 70,
     }
     assert differences.take_groups(groups) is None
+    assert told.reduce() == {}, "the log's line has no groups"
 
     counted: dict[tuple[str, ...], float] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from typing import Any
 
 import conftest
 import pytest
-from kvprism import StepPlan
+from kvprism import StepPlan, StoreScheduler
 from kvprism.local_mooncake import LocalMooncake
-from kvprism.vllm import cache_config
+from kvprism.vllm import cache_config, scheduler_side
 from kvprism.vllm.events import Announcer
 from kvprism.vllm.metadata import StepMetadata
 from kvprism.vllm.options import read_options
@@ -213,8 +214,15 @@ def test_tokens_that_change_are_never_saved_under_their_old_names(engine: Engine
 
 
 @pytest.fixture
-def purging(mooncake: LocalMooncake, described: Any) -> Iterator[Engine]:
-    """An engine whose purges are over soon: nothing here reads what they leave."""
+def purging(
+    mooncake: LocalMooncake, described: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """An engine whose purges are over soon: nothing here reads what they leave.
+
+    Its core refuses calls that break the contract.
+    """
+    checked = functools.partial(StoreScheduler, checked=True)
+    monkeypatch.setattr(scheduler_side, "StoreScheduler", checked)
     made = Engine(mooncake, described, purge_settle_seconds=0.01)
     yield made
     made.half.close()

@@ -280,8 +280,8 @@ def test_a_stage_with_other_names_says_so(
     one.bind_connector_metadata(StepMetadata(stages=(right, wrong)))
     assert (
         f"kvprism: pipeline stage 1 names its objects with the fingerprint {own}, and the "
-        f"scheduler with {'0' * 32}: nothing will be found; layers of one group differ in size, and "
-        "this stage begins with another one"
+        f"scheduler with {'0' * 32}: nothing will be found; layers of one group differ in "
+        "size, and this stage begins with another one"
     ) in caplog.text
 
 

@@ -235,8 +235,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         if taken.groups != held:
             logger.error(
                 "kvprism: pipeline stage %d holds groups %s, and the scheduler, which has not "
-                "heard so, takes it to hold %s: nothing will be found; in MultiConnector kvprism must "
-                "be the first child that shakes hands",
+                "heard so, takes it to hold %s: nothing will be found; in MultiConnector kvprism "
+                "must be the first child that shakes hands",
                 stage,
                 list(held),
                 list(taken.groups),

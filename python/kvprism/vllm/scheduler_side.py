@@ -388,11 +388,13 @@ class SchedulerSide:
         waiting = set(self._loading.values())
         for request_id, tracked in self._requests.items():
             computed = tracked.request.num_computed_tokens
-            if computed > 0 or request_id in waiting:
+            if request_id not in waiting:  # those count by themselves
+                if computed == 0:
+                    continue
                 # The core knows of no token that it was not told of.
-                self._core.advanced(tracked.number, max(1, computed))
-                tracked.purged = True
-                self._saving.pop(request_id, None)
+                self._core.advanced(tracked.number, computed)
+            tracked.purged = True
+            self._saving.pop(request_id, None)
         if self._announcer is not None:
             self._announcer.clear()
         self._core.purge()

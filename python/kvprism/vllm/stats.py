@@ -78,11 +78,11 @@ class StoreStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: what is not 0."""
+        """For the log's one line: what is not 0, without the groups of large models."""
         return {
             f"kvprism_{name}": value
             for name, value in self.data.items()
-            if value and name not in GAUGES
+            if value and name not in GAUGES and not name.startswith("groups.")
         }
 
     def is_empty(self) -> bool:
