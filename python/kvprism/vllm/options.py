@@ -233,7 +233,15 @@ OPTIONS: tuple[Option, ...] = (
         "Bound for setting a Mooncake client up.",
         least=0.001,
     ),
-    Option("max_segments_per_call", "int", 512, "segments", "Pieces of memory per call.", least=1),
+    Option(
+        "max_segments_per_call",
+        "int",
+        512,
+        "segments",
+        "Pieces of memory per call. A call of more than 512 is made in parts, which Mooncake's TCP "
+        "queue bears.",
+        least=1,
+    ),
     Option("max_bytes_per_call", "bytes", 64 * MIB, "bytes", "Bytes per call.", least=1),
     Option("max_gets_in_flight", "int", 4, "calls", "Loading calls at a time.", least=1),
     Option("max_puts_in_flight", "int", 2, "calls", "Saving calls at a time.", least=1),
