@@ -4,7 +4,8 @@
 Random caches are laid out in real memory, with the views that vLLM gives to a connector. The
 reference's own code turns a block into addresses and lengths, kvprism's SegmentMap does the same,
 and both are read. Where a StoreWorker accepts the layout the bytes must be equal; where it refuses
-they must differ, or the reference must read outside the block or the memory.
+they must differ, or the reference must read outside the block or the memory. A pipeline stage that
+holds no layers of a group saves with a real worker, and the store is compared.
 
 Usage: objects.py [--cases N] [--seed N]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import random
 import sys
 import time
@@ -26,6 +28,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, wo
 
 BLOCKS = 5
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+FEATURES = (
+    "states",
+    "padded states",
+    "a wrapper",
+    "members in another order",
+    "several tensors",
+    "kernel blocks",
+    "a group without layers",
+)
 
 
 @dataclass
@@ -67,6 +78,10 @@ class Shape:
         return self.layout in ("LHBNC", "BHLNC") and self.heads > 1
 
 
+def layers_of(group: dict[str, Any]) -> list[str]:
+    return [name for member in group.get("members", [group]) for name in member["layers"]]
+
+
 def group_of(rng: random.Random, shape: Shape, number: int, layers: list[str]) -> dict[str, Any]:
     """A group whose pages are as large as every other's."""
     attention = {
@@ -91,12 +106,13 @@ def group_of(rng: random.Random, shape: Shape, number: int, layers: list[str]) -
             "mamba_cache_mode": "align",
         }
         return row | ({"page_size_padded": shape.page} if padded else {})
-    if roll < 0.35 and len(layers) > 1:
+    if roll < 0.35 and len(layers) != 1:
         other = attention | {"head_size": shape.content - 1, "head_size_v": 1}
-        return {
-            "kind": "uniform",
-            "members": [attention | {"layers": layers[:1]}, other | {"layers": layers[1:]}],
-        }
+        members = [attention | {"layers": layers[:1]}, other | {"layers": layers[1:]}]
+        if not layers or rng.random() < 0.5:
+            return {"kind": "uniform", "members": members}
+        # The model's order is not that of the members.
+        return {"kind": "uniform", "members": members[::-1], "layers": layers}
     if number % 2:
         return attention | {"kind": "sliding_window", "sliding_window": 8}
     return attention
@@ -127,6 +143,8 @@ def make(rng: random.Random) -> Cache:
     groups = rng.choice((1, 1, 2, 3))
     most = rng.choice((1, 2, 3))
     counts = [most if rng.random() < 0.8 else rng.randrange(1, most + 1) for _ in range(groups)]
+    if groups > 1 and rng.random() < 0.3:  # a stage without layers of one of the groups
+        counts[rng.randrange(groups)] = 0
     most = max(counts)
     pad = rng.choice((0, 0, 0, 0, 6))  # behind each page, or each row
     tail = rng.choice((0, 0, 0, 32))  # behind everything, as ROCm has it
@@ -152,7 +170,14 @@ def make(rng: random.Random) -> Cache:
         layers = [f"g{number}.{layer}" for layer in range(count)]
         row = group_of(rng, shape, number, layers)
         rows.append(row)
+        if not layers:
+            cache.features.add("a group without layers")
+            continue
         cache.features.add({"mamba": "states", "uniform": "a wrapper"}.get(row["kind"], ""))
+        if "members" in row and "layers" in row:
+            cache.features.add("members in another order")
+        if "page_size_padded" in row:
+            cache.features.add("padded states")
         for layer, name in enumerate(layers):
             cache.views[name] = view_of(cache, shape, row, layer)
         # One tensor for all layers of the group, or one each.
@@ -181,6 +206,7 @@ def make(rng: random.Random) -> Cache:
         "kv_layout": layout,
         "key_schema": "vllm",
         "model_total_kv_heads": heads,
+        "parallel": {"pp": 1 if all(counts) else 2},
         "groups": rows,
     }
     # In the order of the model: a layer of each group in turn.
@@ -220,40 +246,104 @@ def theirs(cache: Cache, block: int, tokens: int) -> bytes | None:
     return read(cache, list(zip(addresses[0], sizes[0], strict=True)))
 
 
+def saved(
+    cache: Cache,
+    schema: kvprism.KeySchema,
+    stages: list[kvprism.StoreWorker],
+    pool: kvprism.MemoryPool,
+) -> dict[tuple[int, int], bytes]:
+    """What a save of all blocks leaves of the first stage, by group and block."""
+    scheduler = kvprism.StoreScheduler(schema, kvprism.memory_store(pool))
+    size = scheduler_block_size(cache)
+    tokens = (BLOCKS - 1) * size
+    hashes = [bytes([block]) * 32 for block in range(1, BLOCKS)]
+    scheduler.advanced(1, tokens, hashes)
+    groups = cache.config["groups"]
+    for number, group in enumerate(groups):
+        if group["kind"] == "mamba":
+            scheduler.boundary(1, kvprism.GroupId(number), BLOCKS - 1, tokens)
+    span = scheduler.wants_save(1)
+    assert span is not None
+    scheduler.save(1, span, [range(1, BLOCKS)] * len(groups))
+    plan = scheduler.end_step()
+    for stage in stages:
+        assert stage.submit(plan, kvprism.ReadyToken.host())
+    for stage in itertools.cycle(stages):
+        if not scheduler.counters()["ledger"]["alive"]:
+            break
+        report = stage.wait(10.0)
+        assert report is not None, "the worker has nothing to tell"
+        scheduler.report(report)
+        scheduler.take_released()
+    scheduler.close()
+    found: dict[tuple[int, int], bytes] = {}
+    for number in range(len(groups)):
+        for block, key in enumerate(schema.keys(kvprism.StoreIndex(number), hashes), 1):
+            value = pool.read(key)
+            if value is not None:
+                found[number, block] = value
+    return found
+
+
+def scheduler_block_size(cache: Cache) -> int:
+    first = cache.config["groups"][0]
+    return int(first.get("members", [first])[0]["block_size"])
+
+
 def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
     layout = cache.config["kv_layout"]
     projection = kvprism.Projection(kvprism.CacheConfig.from_dict(cache.config))
     places = kvprism.SegmentMap(projection, cache.tensors)
+    store: dict[tuple[int, int], bytes] = {}
+    groups = cache.config["groups"]
+    empty = {number for number, group in enumerate(groups) if not layers_of(group)}
     try:
         schema = kvprism.KeySchema.vllm(
             projection, model="model", hash_algorithm="sha256", hash_is_stable=True
         )
-        store = kvprism.memory_store(kvprism.MemoryPool())
-        kvprism.StoreWorker(schema, places, store).close(1.0)
+        pool = kvprism.MemoryPool()
+        stages = [
+            kvprism.StoreWorker(schema, places, kvprism.memory_store(pool), rank=rank)
+            for rank in range(1 + bool(empty))
+        ]
         accepted = True
     except kvprism.Error:
         accepted = False
-    first = cache.config["groups"][0]
-    tokens = first.get("members", [first])[0]["block_size"]
-    try:
-        equal = all(
-            read(cache, places.segments(kvprism.GroupId(group), block))
-            == theirs(cache, block, tokens)
-            for group in range(len(cache.config["groups"]))
-            for block in range(1, BLOCKS)
-        )
-    except StartError:
-        counts["where the reference does not start"] += 1
-        return None
-    groups = "one group" if len(cache.config["groups"]) == 1 else "several groups"
+    if accepted:
+        if empty:
+            store = saved(cache, schema, stages, pool)
+        for stage in stages:
+            stage.close(1.0)
     verdict = "accepted" if accepted else "refused"
-    counts[f"{layout} {groups} {verdict}"] += 1
+    tokens = scheduler_block_size(cache)
+    try:
+        wanted = {block: theirs(cache, block, tokens) for block in range(1, BLOCKS)}
+    except StartError:
+        heads = "several heads" if cache.config["model_total_kv_heads"] > 1 else "one head"
+        kernel = "kernel blocks" if "kernel blocks" in cache.features else "whole blocks"
+        counts[f"no start: {layout}, {heads}, {kernel} {verdict}"] += 1
+        return None
+    equal = all(
+        read(cache, places.segments(kvprism.GroupId(group), block)) == wanted[block]
+        for group in range(len(groups))
+        if group not in empty
+        for block in wanted
+    )
+    several = "one group" if len(groups) == 1 else "several groups"
+    counts[f"{layout} {several} {verdict}"] += 1
     for feature in cache.features:
         counts[f"with {feature} {verdict}"] += 1
     if accepted and not equal:
         return "accepted, and the reference's objects are others"
     if equal and not accepted:
         return "refused, although the reference's objects are ours"
+    if accepted and empty:
+        if {group for group, _ in store} != set(range(len(groups))):
+            return "a save leaves no object of a group"
+        for (group, block), value in store.items():
+            if value != wanted[block]:
+                return f"the saved object of group {group}, block {block} is another"
+            counts["saved objects" + (" without layers" if group in empty else "")] += 1
     return None
 
 
@@ -275,11 +365,11 @@ def main() -> int:
         problems += bool(problem)
     for name, count in sorted(counts.items()):
         print(f"{name:<50} {count:>9}")
-    for layout in LAYOUTS[:5]:
+    for layout in LAYOUTS:
         if not counts[f"{layout} several groups accepted"]:
             print(f"no case of several groups in {layout} was accepted")
             problems += 1
-    for feature in ("states", "a wrapper", "several tensors", "kernel blocks"):
+    for feature in FEATURES:
         for verdict in ("accepted", "refused"):
             if not counts[f"with {feature} {verdict}"]:
                 print(f"no case with {feature} was {verdict}")
