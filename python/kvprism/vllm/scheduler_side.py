@@ -100,7 +100,7 @@ class SchedulerSide:
         self._stages = stages  # of several: told with the first step
         if not stages:
             _ = self._core  # what is wrong with it is told at start
-        self._health: Any = None  # told last
+        self._health: str | None = None  # told last; None: nothing yet
 
     @functools.cached_property
     def _core(self) -> StoreScheduler:
@@ -374,8 +374,7 @@ class SchedulerSide:
         """What has been counted since the last call, where something may have been."""
         # Health also becomes better by time alone.
         health = self._core.health()
-        if not self._stirred and self._health in (None, health):
-            self._health = health
+        if not self._stirred and self._health == health:
             return None
         self._health = health
         self._stirred = self._core.has_pending_work()
