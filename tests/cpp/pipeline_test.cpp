@@ -368,6 +368,37 @@ TEST(Pipeline, SchemaVllmHasAnObjectOfEveryGroupOnEveryStage) {
   ASSERT_EQ(keys.size(), 1u);
   EXPECT_THAT(keys[0], HasSubstr("@pp_rank:1@group:0@"));
 
+  // Nobody here reads it: a load of it ends at once.
+  plan.step = 2;
+  plan.jobs = {{JobId{2}, kRequest, JobKind::kLoad, 0, 1, 0, seconds(10)}};
+  EXPECT_EQ(worker.submit(plan.view(), ReadyToken::host()).refusal, "");
+  while (worker.pump(now)) {
+  }
+  EXPECT_EQ(worker.counters().gets, 0u);
+  WorkerReport report;
+  ASSERT_TRUE(worker.poll(report));
+  ASSERT_EQ(report.jobs.size(), 2u);
+  EXPECT_EQ(report.jobs[1], (JobReport{JobId{2}, JobOutcome::kOk, 1, 0, 0, 0, 0, 0}));
+
+  // The limit on bytes in flight holds for what is stored of the other group.
+  options.max_bytes_in_flight = kPage;
+  const auto slow = std::make_shared<test::ScriptedStore>();
+  StoreWorker bounded(schema, SegmentMap::make(projection, {tensor}), slow, options);
+  plan.jobs = {{JobId{1}, kRequest, JobKind::kSave, 0, 1, 0, seconds(10)}};
+  plan.runs = {{StoreIndex{0}, 0, 2, 0, 0, 16}};
+  plan.ids = {BlockId{6}, BlockId{7}};
+  plan.mark_tokens = {16, 32};
+  plan.mark_hashes = test::Hashes(2, 1).bytes;
+  EXPECT_EQ(bounded.submit(plan.view(), ReadyToken::host()).refusal, "");
+  bounded.pump(now);
+  EXPECT_EQ(slow->puts.size(), 1u);
+  EXPECT_EQ(bounded.counters().bytes_in_flight, kPage);
+  slow->end_put();
+  bounded.pump(now);
+  slow->end_put();
+  bounded.pump(now);
+  EXPECT_EQ(bounded.counters().puts, 2u);
+
   config.groups[1].layers = {};
   config.groups[1].pipeline_stages = {0};
   const auto bare = projection_of(config);

@@ -463,10 +463,27 @@ TEST(Registry, RefusesTraitsThatContradictEachOther) {
       {false, HitRule::kPrefix, 0, SaveRule::kPositional, PeerRule::kNone, 0, false},
       {true, HitRule::kWindow, 0, SaveRule::kPositional, PeerRule::kNone, 0, false},
       {true, HitRule::kPrefix, 7, SaveRule::kPositional, PeerRule::kNone, 0, false},
+      {true, HitRule::kWindow, 7, SaveRule::kPositional, PeerRule::kNone, 0, true},
+      {true, HitRule::kChunk, 8, SaveRule::kPositional, PeerRule::kNone, 0, true},
+      {false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kNone, 0, true},
   };
   for (const SpecTraits& traits : bad) {
     EXPECT_EQ(problems_of(spec, SpecRegistry::builtin().with(tail_kind(traits))).size(), 1U);
   }
+}
+
+TEST(Registry, RefusesHitsInsideBlocksOfAWindow) {
+  CacheSpec spec;
+  spec.kind = "pool_tail";
+  spec.block_size = 4;
+  spec.payload = RawPayload{512};
+  const SpecTraits window{true, HitRule::kWindow, 7, SaveRule::kPositional, PeerRule::kNone, 0,
+                          true};
+  const auto problems = problems_of(spec, SpecRegistry::builtin().with(tail_kind(window)));
+  ASSERT_EQ(problems.size(), 1U);
+  EXPECT_EQ(problems[0].path, "groups[0].kind");
+  EXPECT_EQ(problems[0].value, "pool_tail");
+  EXPECT_EQ(problems[0].expected, "fine_grained_lookup false for hit rule window");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "kvprism/backend/fault_injection.h"
 #include "kvprism/backend/memory_store.h"
+#include "kvprism/base/log.h"
 #include "store_fixtures.h"
 
 namespace kvprism {
@@ -612,6 +613,7 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
 
 // W-C1: it is the strides that are wrong, not the name.
 TEST_F(WorkerTest, SchemaVllmIsRefusedWhereTheReferenceStoresWrongBytes) {
+  worker.reset();
   CacheConfig config;
   config.num_blocks = 64;
   config.key_schema = "vllm";
@@ -709,18 +711,21 @@ TEST_F(WorkerTest, PutsWaitForWhatIsInFlightAndGetsDoNot) {
   store->end_put({}, false);
   worker->pump(now);
   EXPECT_TRUE(store->puts.empty()) << "native code may still read what has an outcome";
+  EXPECT_EQ(worker->counters().saves_held_up, 1u) << "one wait, however often it was looked at";
   store->end_get();
   worker->pump(now);
-  EXPECT_TRUE(store->puts.empty());
-  EXPECT_EQ(worker->counters().bytes_in_flight, 3 * kPage);
+  ASSERT_EQ(store->puts.size(), 1u) << "what has ended and is not quiet holds up no last put";
+  EXPECT_EQ(store->puts[0].keys().size(), 1u);
+  EXPECT_EQ(worker->counters().bytes_in_flight, 4 * kPage);
   store->become_quiet();
   worker->pump(now);
-  ASSERT_EQ(store->puts.size(), 1u);
-  EXPECT_EQ(store->puts[0].keys().size(), 2u);
+  ASSERT_EQ(store->puts.size(), 2u);
+  EXPECT_EQ(store->puts[1].keys().size(), 1u);
+  store->end_put();
   store->end_put();
   worker->pump(now);
   EXPECT_EQ(worker->counters().bytes_in_flight, 0u);
-  EXPECT_EQ(worker->counters().saves_held_up, 1u) << "one wait, however often it was looked at";
+  EXPECT_EQ(worker->counters().saves_held_up, 2u) << "once behind the load, once behind the put";
   EXPECT_EQ(worker->counters().bytes_stored, 5 * kPage);
 
   // Both at once: saves have what loads leave.
@@ -773,7 +778,7 @@ TEST_F(WorkerTest, ASaveThatWaitsTooLongForBytesExpires) {
                                       static_cast<std::uint32_t>(ItemStatus::kTimedOut)}));
 }
 
-TEST_F(WorkerTest, UnquietPutsOfAnInjectedFaultHoldSavesUpAndNoLoad) {
+TEST_F(WorkerTest, UnquietPutsOfAnInjectedFaultHoldUpNeitherTheLastPutNorALoad) {
   const auto memory_store = std::make_shared<MemoryStore>(std::make_shared<MemoryPool>());
   FaultPlan late;
   late[FaultKind::kLandLate] = 10'000;
@@ -793,10 +798,14 @@ TEST_F(WorkerTest, UnquietPutsOfAnInjectedFaultHoldSavesUpAndNoLoad) {
   while (worker->pump(now)) {
   }
   EXPECT_EQ(worker->counters().gets, 1u) << "what it asks for has not landed yet";
-  EXPECT_EQ(worker->counters().puts, 1u);
+  EXPECT_EQ(worker->counters().puts, 2u) << "no call is open that could make room";
   EXPECT_EQ(worker->counters().bytes_in_flight, 2 * kPage);
-  EXPECT_THAT(report().jobs,
-              ElementsAre(JobReport{JobId{3}, JobOutcome::kPartial, 1, 0, 1, 0, 0, 0}));
+  EXPECT_EQ(worker->counters().unquiet_calls, 1u);
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 2u);
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{3}, JobOutcome::kPartial, 1, 0, 1, 0, 0, 0}));
+  EXPECT_EQ(told.jobs[1].job, JobId{2});
+  EXPECT_EQ(told.jobs[1].outcome, JobOutcome::kOk);
   now = now + seconds(4);
   while (worker->pump(now)) {
   }
@@ -804,6 +813,60 @@ TEST_F(WorkerTest, UnquietPutsOfAnInjectedFaultHoldSavesUpAndNoLoad) {
   EXPECT_EQ(worker->counters().bytes_in_flight, 0u);
   EXPECT_EQ(worker->counters().jobs_alive, 0u);
   EXPECT_EQ(worker->counters().saves_held_up, 1u);
+}
+
+TEST_F(WorkerTest, ALimitThatLoadsAloneFillIsWarnedOf) {
+  std::vector<std::string> lines;
+  set_log_sink(
+      [](void* context, LogLevel, std::string_view line) {
+        static_cast<std::vector<std::string>*>(context)->emplace_back(line);
+      },
+      &lines, LogLevel::kWarning);
+  StoreWorkerOptions options;
+  options.max_bytes_per_call = 2 * kPage;
+  options.max_bytes_in_flight = 8 * kPage + 4;
+  build(options);
+  EXPECT_THAT(lines, IsEmpty()) << "room for a put, if a small one";
+  options.max_bytes_in_flight = 8 * kPage;
+  build(options);
+  EXPECT_THAT(lines, ElementsAre("max_bytes_in_flight 1024 is no more than 4 loads of 256 bytes: "
+                                 "while loads keep coming, saves wait and expire"));
+  options.max_bytes_in_flight = 0;
+  build(options);
+  EXPECT_EQ(lines.size(), 1u);
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+}
+
+TEST_F(WorkerTest, ObjectsThatNoCallOfTheStoreTakesAreRefused) {
+  GroupConfig three = test::full_group(16);
+  three.layers = {"a", "b", "c"};
+  const auto wide = test::make_projection({test::full_group(16), three});
+  std::vector<CacheTensor> tensors(4);
+  const char* layers[] = {"full", "a", "b", "c"};
+  std::vector<std::byte> bytes(4 * 64 * kPage);
+  for (std::size_t t = 0; t < 4; ++t) {
+    tensors[t].base = bytes.data();
+    tensors[t].bytes = bytes.size();
+    tensors[t].layers = {layers[t]};
+    tensors[t].block_stride = kPage;
+    tensors[t].offset = t * 64 * kPage;
+  }
+  const auto places = SegmentMap::make(wide, tensors);
+  const auto with_limit = [&](std::uint32_t segments) {
+    MemoryStoreOptions limits;
+    limits.max_segments_per_call = segments;
+    return std::make_shared<MemoryStore>(std::make_shared<MemoryPool>(), limits);
+  };
+  StoreWorker(test::make_schema(wide), places, with_limit(3), {});
+  try {
+    StoreWorker(test::make_schema(wide), places, with_limit(2), {});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    ASSERT_EQ(error.problems().size(), 1u);
+    EXPECT_EQ(error.problems()[0].path, "groups[1]");
+    EXPECT_EQ(error.problems()[0].value, "3 segments in a block");
+    EXPECT_EQ(error.problems()[0].expected, "at most 2, what the store takes in a call");
+  }
 }
 
 TEST_F(WorkerTest, WhatMovesIsCountedByGroup) {

@@ -413,7 +413,7 @@ class MooncakeClient final : public BlockingClient {
       if (bytes > kMaxObject) return ItemStatus::kInvalid;
       detail::append_cut(*region, max_region_bytes_, segment, cut);
     }
-    return cut.size() > max_slices_ ? ItemStatus::kInvalid : ItemStatus::kOk;
+    return cut.size() > kMaxSlices ? ItemStatus::kInvalid : ItemStatus::kOk;
   }
 
   CallEnd transfer(MooncakeCall call, const ObjectBatch& batch,
@@ -438,7 +438,8 @@ class MooncakeClient final : public BlockingClient {
           results[i] = {check(batch.keys[i], segments, bytes, cut), 0};
         }
         if (results[i].status != ItemStatus::kOk) continue;
-        if (slices + cut.size() > max_slices_) {
+        // Borders of registrations may make an item larger than a call: it goes alone.
+        if (slices != 0 && slices + cut.size() > max_slices_) {
           call_native(call, arguments, results, end);
           arguments.clear();
           slices = 0;

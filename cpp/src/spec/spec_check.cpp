@@ -201,6 +201,13 @@ class Checker {
     } else if (!windowed && traits.window != 0U) {
       add("kind", spec_.kind, "window 0 for hit rule " + std::string(to_string(traits.hit)));
     }
+    // Windows and attention chunks are searched by whole blocks.
+    const bool inside = traits.hit == HitRule::kPrefix || traits.hit == HitRule::kLastState;
+    if (traits.fine_grained_lookup && !inside) {
+      add("kind", spec_.kind,
+          "fine_grained_lookup false for hit rule " + std::string(to_string(traits.hit)),
+          "hits end inside a block only where the hit rule is prefix or last_state");
+    }
   }
 
   const CacheSpec& spec_;

@@ -1,8 +1,11 @@
 #include "kvprism/store/store_worker.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
+#include "kvprism/base/log.h"
 #include "store/plan_check.h"
 #include "store/stage_check.h"
 #include "store/vllm_objects.h"
@@ -70,10 +73,12 @@ std::optional<Error> StoreWorker::Impl::why_refused(const StepPlanView& plan) {
   return std::nullopt;
 }
 
-// Nothing of a group that this rank holds no layers of. Of ranks that hold the same bytes each
-// stores its part of the chunks; all of them load all.
+// Nothing of a group that this rank holds no layers of; what schema `vllm` stores of it nobody
+// here reads. Of ranks that hold the same bytes each stores its part of the chunks; all of them
+// load all.
 void StoreWorker::Impl::add_run(const RunRecord& run, JobKind kind, Job& job) const {
   if (!places[raw(run.group)]) return;
+  if (kind == JobKind::kLoad && map->segments_per_block(run.group) == 0) return;
   if (kind == JobKind::kLoad || schema->replicas(run.group) == 1) {
     job.runs.push_back(run);
     return;
@@ -108,6 +113,22 @@ void StoreWorker::Impl::copy_job(const StepPlanView& plan, const JobRecord& reco
         plan.mark_hashes.subspan(static_cast<std::size_t>(run.first_mark) * plan.hash_width,
                                  static_cast<std::size_t>(run.count) * plan.hash_width);
     job.hashes.insert(job.hashes.end(), hashes.begin(), hashes.end());
+  }
+}
+
+// An object that no call takes would fail at each save.
+void StoreWorker::Impl::check_objects(const SegmentMap& map, const StoreCapabilities& store,
+                                      ProblemList& problems) {
+  if (store.max_segments_per_call == 0) return;
+  for (const StoreIndex group : indices<StoreIndex>(map.projection().num_store_groups())) {
+    const std::uint32_t segments = map.segments_per_block(group);
+    if (segments <= store.max_segments_per_call) continue;
+    problems.add("groups[" + std::to_string(raw(map.projection().group_id(group))) + "]",
+                 std::to_string(segments) + " segments in a block",
+                 "at most " + std::to_string(store.max_segments_per_call) +
+                     ", what the store takes in a call",
+                 "choose a layout with longer runs, fewer layers in a group, or a higher limit of "
+                 "the store");
   }
 }
 
@@ -188,10 +209,20 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
   }
   if (map && raw(options.rank) < map->projection().parallel().world())
     detail::check_stage(map->projection(), options.rank, problems);
+  if (map && store) Impl::check_objects(*map, store->capabilities(), problems);
   if (schema && map && schema->name() == "vllm") detail::check_vllm_objects(*map, problems);
   problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store),
                                  std::move(in_use), options);
+
+  const std::uint64_t limit = impl_->options.max_bytes_in_flight;
+  if (limit != 0 &&
+      limit / impl_->options.max_gets_in_flight <= impl_->options.max_bytes_per_call) {
+    log(LogLevel::kWarning,
+        fmt::format("max_bytes_in_flight {} is no more than {} loads of {} bytes: while loads keep "
+                    "coming, saves wait and expire",
+                    limit, impl_->options.max_gets_in_flight, impl_->options.max_bytes_per_call));
+  }
 
   // All or nothing: a region that cannot be registered undoes those before it (R59).
   const std::vector<Region>& regions = impl_->map->regions();

@@ -13,10 +13,11 @@ std::uint64_t StoreWorker::Impl::room_for_puts() const {
 }
 
 // Whether the job's next chunk has to wait until something that is in flight is quiet. Nothing
-// overtakes it, so that large objects are not starved by small ones.
+// overtakes it, so that large objects are not starved by small ones. Calls that have ended and may
+// never be quiet hold up no last put: it goes alone.
 bool StoreWorker::Impl::must_wait(const Job& job, std::uint64_t room) {
-  const bool waits =
-      bytes_in_flight != 0 && map->object_bytes(job.runs[job.cursor.run].group) > room;
+  const StoreIndex place = *places[raw(job.runs[job.cursor.run].group)];
+  const bool waits = gets_open + puts_open != 0 && map->object_bytes(place) > room;
   if (waits && !held_up) count([](StoreWorkerCounters& c) { ++c.saves_held_up; });
   held_up = waits;
   return waits;
@@ -118,6 +119,7 @@ void StoreWorker::Impl::count_item(OpId op, const Call& call, const Item& item,
                                    const ItemResult& result, Duration took) {
   const GroupId group = map->projection().group_id(item.group);
   StoreGroupCounters& c = group_counters[raw(group)];
+  const StoreIndex place = *places[raw(item.group)];
   // A call counts once for each group that it moves.
   if (timed_by[raw(group)] != static_cast<std::uint64_t>(op)) {
     timed_by[raw(group)] = static_cast<std::uint64_t>(op);
@@ -132,7 +134,7 @@ void StoreWorker::Impl::count_item(OpId op, const Call& call, const Item& item,
   } else if (!call.put &&
              (result.status == ItemStatus::kMissing || result.status == ItemStatus::kNotReady)) {
     ++c.missed_objects;
-    c.missed_bytes += map->object_bytes(item.group);
+    c.missed_bytes += map->object_bytes(place);
   } else {
     ++c.failed_objects;
   }

@@ -101,6 +101,9 @@ struct StoreWorker::Impl {
     return schema->name() == "vllm" ? detail::first_placed(*map) : std::nullopt;
   }
 
+  static void check_objects(const SegmentMap& map, const StoreCapabilities& store,
+                            ProblemList& problems);
+
   template <class Change>
   void count(Change change) {
     const std::lock_guard lock(counters_mutex);
