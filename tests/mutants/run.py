@@ -49,6 +49,7 @@ class Mutant:
     within: str
     statement: bool
     preamble: tuple[str, ...]
+    seeds: int  # worlds that it needs at most; 0: as many as the others
 
     def wrap(self, right: str) -> str:
         test = f"kvprism_mutant == {self.number}"
@@ -84,6 +85,7 @@ def load(path: Path = HERE / "mutants.json") -> list[Mutant]:
                 within=row.get("within", row["find"]),
                 statement=row.get("statement", False),
                 preamble=tuple(row.get("preamble", ())),
+                seeds=row.get("seeds", 0),
             )
         )
     if len({mutant.id for mutant in mutants}) != len(mutants):
@@ -194,7 +196,7 @@ def judge(program: Path, mutant: Mutant, seeds: int) -> Verdict:
         "--mutant",
         str(mutant.number),
         "--seeds",
-        str(seeds),
+        str(max(seeds, mutant.seeds)),
         "--stop-at-first",
     ]
     try:
