@@ -123,8 +123,11 @@ def _main(arguments: list[str]) -> int:
         return 0
     except OSError as error:
         _silence()
-        print(f"{name}: {error.strerror or error}", file=sys.stderr)
-        return 1
+        if error.filename is None:
+            print(f"{name}: {error.strerror or error}", file=sys.stderr)
+            return 1
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_UNUSABLE
 
 
 def _run(arguments: list[str], chosen: str | None) -> int:

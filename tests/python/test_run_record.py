@@ -45,6 +45,14 @@ def test_a_recorded_run_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.endswith("with a plan\nthe same\n")
 
 
+def test_a_file_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "none"
+    assert main(["replay-run", str(path)]) == 2, "1 would mean: other decisions"
+    assert capsys.readouterr().err == f"kvprism replay-run: {path}: No such file or directory\n"
+
+
 def test_a_changed_decision_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     recorded(path)

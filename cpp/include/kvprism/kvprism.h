@@ -222,7 +222,7 @@ typedef struct kvprism_cache_tensor {
   uint64_t offset;            /* bytes */
   uint64_t head_stride;       /* bytes; 0: what the layout and the other strides imply */
   uint32_t kernel_block_size; /* positions; 0: the block */
-  int32_t device;             /* -1: host */
+  int32_t device;             /* -1: host; other ordinals are the engine's own, not checked */
 } kvprism_cache_tensor;
 
 KVPRISM_API kvprism_status kvprism_cache_tensor_init(kvprism_cache_tensor* tensor,
