@@ -100,7 +100,7 @@ def test_what_is_no_recording_is_refused(
     path.write_bytes(b"something else")
     assert main(["replay-run", str(path)]) == 2
     assert "recording: magic" in capsys.readouterr().err
-    assert main(["replay-run", str(tmp_path / "nothing")]) == 1
+    assert main(["replay-run", str(tmp_path / "nothing")]) == 2
     with pytest.raises(kvprism.Error, match="bytes = 0"):
         replay_run(b"")
     with pytest.raises(kvprism.Error, match="record_to"):
