@@ -169,6 +169,18 @@ def test_a_pool_that_is_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1 requests need more than 4 blocks (num_blocks)" in streams.err
 
 
+def test_a_request_beyond_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hashes = list(range(2048))
+    trace = write_trace(tmp_path / "trace.jsonl", [(100, [9]), (1 << 20, hashes)])
+    assert main(["replay", str(trace)]) == 1
+    streams = capsys.readouterr()
+    assert json.loads(streams.out.splitlines()[-1])["too_long"] == 1
+    assert streams.err == (
+        "kvprism replay: 1 requests have more than 1,048,575 tokens, the most that the simulated"
+        " engine takes\n"
+    )
+
+
 def test_tokens_follow_hash_id_and_position(tmp_path: Path) -> None:
     trace = write_trace(
         tmp_path / "trace.jsonl", [(1030, [5, 6, 7]), (1536, [5, 9, 7]), (512, [2**54 - 1])]
