@@ -36,6 +36,19 @@ TEST(ReadyToken, AsksTheDeviceAndOwnsItsEvent) {
   EXPECT_EQ(ReadyToken::host().query(), ReadyState::kReady);
 }
 
+TEST(ReadyToken, RefusesADeviceThatCannotBeAsked) {
+  FakeEvent event;
+  const DeviceEventApi api{nullptr, 600, [](void* e) { ++static_cast<FakeEvent*>(e)->destroyed; }};
+  try {
+    ReadyToken::device_event(&event, api);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    EXPECT_STREQ(error.what(), "ready token: query = null: expected the address of a function");
+  }
+  EXPECT_EQ(event.destroyed, 0) << "it is still the caller's";
+}
+
 TEST(Mailbox, IsBoundedAndKeepsOrder) {
   Mailbox<std::unique_ptr<int>> box(2);
   EXPECT_TRUE(box.try_push(std::make_unique<int>(1)));

@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "kvprism/base/error.h"
+
 namespace kvprism {
 
 enum class ReadyState : std::uint8_t { kReady, kPending, kFailed };
@@ -33,7 +35,12 @@ class ReadyToken {
   // The caller has synchronised: the bytes are in memory now.
   static ReadyToken host() noexcept { return ReadyToken(nullptr); }
   // `event` was recorded after the writes; it is owned by the token when `api.destroy` is set.
+  // Throws Error (kInvalidArgument) without a `query`; the event is then still the caller's.
   static ReadyToken device_event(void* event, DeviceEventApi api) {
+    if (api.query == nullptr) {
+      fail(ErrorCode::kInvalidArgument, "ready token",
+           {"query", "null", "the address of a function", {}});
+    }
     return ReadyToken(std::make_shared<EventSource>(event, api));
   }
   static ReadyToken source(std::shared_ptr<ReadySource> source) noexcept {
