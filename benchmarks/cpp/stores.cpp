@@ -49,7 +49,7 @@ class Setting {
     tensor.layers = {"l0"};
     tensor.block_stride = kPage;
     map_ = SegmentMap::make(projection_, {tensor});
-    plan_.digest = projection_->digest();
+    plan_.digest = schema_->plan_digest();
     plan_.epoch = 1;
     plan_.hash_width = kHash;
     plan_.runs = {{StoreIndex{0}, 0, kBlocks, 0, 0, 16}};

@@ -346,7 +346,7 @@ TEST(Pipeline, SchemaVllmHasAnObjectOfEveryGroupOnEveryStage) {
   StoreWorker worker(schema, SegmentMap::make(projection, {tensor}),
                      std::make_shared<MemoryStore>(pool), options);
   StepPlan plan;
-  plan.digest = projection->digest();
+  plan.digest = schema->plan_digest();
   plan.epoch = 3;
   plan.step = 1;
   plan.hash_width = test::Hashes::kWidth;

@@ -57,7 +57,7 @@ struct Rank {
     const auto schema = KeySchema::kvprism(projection, {"model", "", "none", "test", true});
     worker = std::make_shared<StoreWorker>(schema, SegmentMap::make(projection, {tensor}), store,
                                            StoreWorkerOptions{});
-    digest = projection->digest();
+    digest = schema->plan_digest();
   }
 
   // One job over one block.

@@ -65,7 +65,7 @@ class WorkerTest : public ::testing::Test {
   StepPlan plan_of(std::vector<JobRecord> jobs, std::vector<RunRecord> runs,
                    std::vector<std::int32_t> ids) {
     StepPlan plan;
-    plan.digest = projection->digest();
+    plan.digest = schema->plan_digest();
     plan.epoch = kEpoch;
     plan.step = ++last_step;
     plan.hash_width = Hashes::kWidth;
@@ -310,7 +310,7 @@ TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
   SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(result.accepted);
   EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " +
-                                        to_hex(projection->digest())));
+                                        to_hex(schema->plan_digest())));
   WorkerReport told = report();
   EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}));
 
@@ -366,6 +366,37 @@ TEST_F(WorkerTest, APlanRunsOnce) {
   worker->pump(now);
   EXPECT_TRUE(store->gets.empty());
   EXPECT_EQ(worker->counters().plans_repeated, 2u);
+}
+
+TEST_F(WorkerTest, RefusesPlansOfOtherKeys) {
+  StepPlan plan = simple(JobKind::kSave, 1);
+  KeyFacts other = schema->key_facts();
+  other.model = "another model";
+  plan.digest = KeySchema::kvprism(projection, other)->plan_digest();
+  const SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(result.accepted);
+  EXPECT_THAT(result.refusal, HasSubstr("different cache configurations or key facts"));
+  worker->pump(now);
+  EXPECT_TRUE(store->puts.empty());
+}
+
+// Its digest is the same: stages may differ in what a block holds.
+TEST_F(WorkerTest, AMapOfOtherBytesThanTheKeysTellIsRefused) {
+  std::vector<GroupConfig> groups = {test::full_group(16), test::ring_group(8),
+                                     test::full_group(16, "second")};
+  std::get<AttentionPayload>(groups[0].spec.payload).dtype = DType::kBFloat16;
+  const auto keys = test::make_schema(test::make_projection(std::move(groups)));
+  ASSERT_EQ(keys->projection().digest(), projection->digest());
+  worker.reset();
+  try {
+    const StoreWorker refused(keys, map, store, {});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    ASSERT_EQ(error.problems().size(), 1u);
+    EXPECT_EQ(error.problems()[0].path, "schema.projection");
+    EXPECT_THAT(error.problems()[0].hint, HasSubstr("store_groups[0].dtype"));
+    EXPECT_THAT(error.problems()[0].hint, HasSubstr("bfloat16"));
+  }
 }
 
 TEST_F(WorkerTest, ADamagedCopyOfARunningPlanEndsNothing) {
@@ -602,6 +633,7 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
   other.layers = {"second"};
   other.offset = kPage;
   map = SegmentMap::make(projection, {tensor, other});
+  worker.reset();
   try {
     StoreWorker refused(schema, map, store, {});
     FAIL() << "accepted";
@@ -635,7 +667,8 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereTheReferenceStoresWrongBytes) {
     projection = Projection::make(config, SpecRegistry::builtin());
     map = SegmentMap::make(projection, {tensor});
     try {
-      StoreWorker accepted(KeySchema::vllm(projection, vllm_facts()), map, store, {});
+      StoreWorker accepted(KeySchema::vllm(projection, vllm_facts()), map,
+                           std::make_shared<ScriptedStore>(), {});
     } catch (const Error& error) {
       return error.what();
     }

@@ -137,7 +137,8 @@ def test_an_engine_that_is_terminated_with_saves_in_flight(children: Children) -
         engine.process.send_signal(signal.SIGTERM)
         # Its close may take a second, while the storage process says nothing.
         assert engine.line() == "unquiet"
-        engine.ends_well(60.0)
+        # Mooncake waits up to a minute for a storage process that says nothing.
+        engine.ends_well(180.0)
         mooncake.resume_storage()
 
         successor = SimulatedEngine(mooncake.master)

@@ -8,6 +8,7 @@
 
 #include "group/hash128.h"
 #include "group/utf8.h"
+#include "key/group_facts.h"
 #include "key/hex.h"
 #include "kvprism/base/error.h"
 
@@ -112,6 +113,17 @@ void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<D
   }
 }
 
+}  // namespace
+
+std::vector<DigestFact> detail::stored_group_facts(const Projection& projection) {
+  std::vector<DigestFact> facts;
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups()))
+    add_group_facts(projection.group(index), index, facts);
+  return facts;
+}
+
+namespace {
+
 std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& key) {
   std::vector<DigestFact> facts{
       {"key_version", std::string(kSchemaVersion)},
@@ -127,9 +139,8 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
       {"parallel.pcp", std::to_string(projection.parallel().pcp)},
       {"parallel.dcp", std::to_string(projection.parallel().dcp)},
       {"num_store_groups", std::to_string(projection.num_store_groups())}};
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
-    add_group_facts(projection.group(index), index, facts);
-  }
+  const std::vector<DigestFact> groups = detail::stored_group_facts(projection);
+  facts.insert(facts.end(), groups.begin(), groups.end());
   return facts;
 }
 
@@ -331,6 +342,12 @@ const std::string& KeySchema::fingerprint() const noexcept { return impl_->finge
 const KeyFacts& KeySchema::key_facts() const noexcept { return impl_->given; }
 const std::string& KeySchema::prefix() const noexcept { return impl_->prefix; }
 const std::vector<DigestFact>& KeySchema::facts() const noexcept { return impl_->facts; }
+
+Digest KeySchema::plan_digest() const {
+  std::vector<DigestFact> all{{"projection", to_hex(projection().digest())}};
+  all.insert(all.end(), facts().begin(), facts().end());
+  return detail::hash128(detail::canonical_text(all));
+}
 
 std::span<const RankPosition> KeySchema::shards(StoreIndex group) const noexcept {
   return impl_->groups[group].shards;

@@ -74,7 +74,7 @@ void WorldRun::foreign_plan() {
   count(WorldFault::kPlanForeign);
   const std::uint32_t chunk_tokens = projection_->group(StoreIndex{0}).tokens_per_block;
   StepPlan plan;
-  plan.digest = projection_->digest();
+  plan.digest = schema_->plan_digest();
   plan.epoch = life_.epoch;
   plan.step = UINT64_MAX;
   plan.hash_width = sizeof(BlockHash);

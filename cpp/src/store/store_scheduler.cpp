@@ -189,7 +189,7 @@ StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
   Impl::IndexInUse in_use(index, "index", "an object index", problems);
   const StoreSchedulerOptions options = checked_options(schema.get(), wanted, problems);
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), std::move(in_use), options);
-  impl_->plan.digest = impl_->projection().digest();
+  impl_->plan.digest = impl_->schema->plan_digest();
   impl_->plan.epoch = options.epoch;
 }
 StoreScheduler::~StoreScheduler() = default;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "group/hash128.h"
+#include "key/group_facts.h"
 #include "kvprism/base/log.h"
 #include "store/plan_check.h"
 #include "store/stage_check.h"
@@ -53,9 +55,10 @@ std::optional<Error> StoreWorker::Impl::why_refused(const StepPlanView& plan) {
     return Error(ErrorCode::kMismatch, "step plan", {std::move(problem)});
   };
   if (closed) return refusal({"worker", "closed", "an open worker", {}});
-  if (plan.digest != projection.digest()) {
-    return refusal({"digest", to_hex(plan.digest), to_hex(projection.digest()),
-                    "scheduler and worker were built from different cache configurations"});
+  if (plan.digest != digest) {
+    return refusal({"digest", to_hex(plan.digest), to_hex(digest),
+                    "scheduler and worker were built from different cache configurations or key "
+                    "facts"});
   }
   if (plan.epoch == 0) return refusal({"epoch", "0", "the scheduler's random epoch", {}});
   if (bound_epoch != 0 && plan.epoch != bound_epoch) {
@@ -180,6 +183,21 @@ bool StoreWorker::Impl::retire() {
   return true;
 }
 
+namespace {
+
+// The digest leaves out what ranks may differ in; on one rank the keys must tell the map's bytes.
+void check_groups(const Projection& of_keys, const Projection& of_map, ProblemList& problems) {
+  const std::vector<DigestFact> keys = detail::stored_group_facts(of_keys);
+  const std::vector<DigestFact> map = detail::stored_group_facts(of_map);
+  if (keys == map) return;
+  problems.add("schema.projection",
+               "stored groups " + to_hex(detail::hash128(detail::canonical_text(keys))),
+               "those of the map, " + to_hex(detail::hash128(detail::canonical_text(map))),
+               Projection::describe_mismatch(map, keys));
+}
+
+}  // namespace
+
 StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
                          std::shared_ptr<const SegmentMap> map, std::shared_ptr<ObjectStore> store,
                          const StoreWorkerOptions& options) {
@@ -198,6 +216,8 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
                  to_hex(map->projection().digest()),
                  Projection::describe_mismatch(map->projection().digest_facts(),
                                                schema->projection().digest_facts()));
+  } else if (schema && map) {
+    check_groups(schema->projection(), map->projection(), problems);
   }
   if (schema) {
     const ParallelSizes& sizes = schema->projection().parallel();

@@ -33,6 +33,7 @@ struct StoreWorker::Impl {
         map(std::move(segment_map)),
         store(std::move(object_store)),
         options(wanted),
+        digest(schema->plan_digest()),
         groups(hit_groups(schema->projection())),
         inbox(wanted.max_queued_jobs) {
     const StoreCapabilities capabilities = store->capabilities();
@@ -59,6 +60,7 @@ struct StoreWorker::Impl {
   std::shared_ptr<const SegmentMap> map;
   std::shared_ptr<ObjectStore> store;
   StoreWorkerOptions options;
+  Digest digest;  // of the plans that it takes
   RankPosition position;
   std::vector<RankPosition> shards;  // by store group
   // By store group: whose layers make its objects on this rank; absent: it holds none of them.

@@ -113,6 +113,10 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
   // What a key depends on beside ranks, group and hash.
   const std::vector<DigestFact>& facts() const noexcept;
 
+  // What plans carry: the projection's digest and facts() in one, so that a worker of other keys
+  // refuses them. Equal on every rank.
+  Digest plan_digest() const;
+
   // Positions whose shards must all exist for a group's chunk to count as present, in rank order:
   // those of the stages that hold layers of the group. Of schema `vllm` all, because the reference
   // stores objects of every group on every stage (store_connector 3.3).
