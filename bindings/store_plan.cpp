@@ -1,11 +1,15 @@
 // What passes between scheduler and workers.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <optional>
 
 #include "handles.h"
 #include "ids.h"
 #include "kvprism/base/error.h"
+#include "kvprism/spec/spec_registry.h"
 #include "kvprism/store/replay_run.h"
 
 namespace kvprism::bindings {
@@ -189,12 +193,12 @@ Raises:
 void bind_store_plan(nb::module_& m) {
   m.def(
       "replay_run",
-      [](nb::handle data) {
+      [](nb::handle data, const std::optional<SpecRegistry>& registry) {
         const EncodedBytes encoded(data, "recording");
         ReplayRunResult result;
         {
           const GilFree released;
-          result = replay_run(encoded.bytes());
+          result = replay_run(encoded.bytes(), registry ? *registry : SpecRegistry::builtin());
         }
         nb::dict out;
         out["calls"] = result.calls;
@@ -208,13 +212,14 @@ void bind_store_plan(nb::module_& m) {
         out["repeated_by"] = result.repeated_by;
         return out;
       },
-      "recording"_a,
-      nb::sig("def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | bool | "
-              "str]"),
+      "recording"_a, "registry"_a = nb::none(),
+      nb::sig("def replay_run(recording: bytes | bytearray | memoryview, registry: SpecRegistry | "
+              "None = None) -> dict[str, int | bool | str]"),
       R"(Repeats what a StoreScheduler did, from the file that its `record_to` named.
 
 Args:
     recording: The content of the file.
+    registry: Knows the kinds of cache that the scheduler's engine has; None for the built-in ones.
 
 Returns:
     "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
@@ -222,7 +227,7 @@ Returns:
     follows; "recorded_by" and "repeated_by", versions and compilers.
 
 Raises:
-    Error: The bytes are no recording of this version, or go on behind its end.)");
+    Error: The bytes are no recording of this version, go on behind its end, or name a kind that `registry` lacks.)");
   bind_step_plan(m);
   bind_tokens_and_ends(m);
 }

@@ -14,7 +14,12 @@ EXIT_DIFFERENT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("file", type=Path, help="what StoreScheduler(record_to=...) has written")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="what StoreScheduler(record_to=...) has written; for an engine with kinds of cache of"
+        " its own, call kvprism._core.replay_run with its registry",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

@@ -203,6 +203,26 @@ TEST(Preflight, RdmaDevicesAreNamed) {
   EXPECT_NE(problems[0].expected.find("mlx5_0, mlx5_1"), std::string::npos);
 }
 
+TEST(Preflight, AllThatIsRegisteredIsCountedForEveryDevice) {
+  constexpr std::uint64_t kMiB = 1 << 20;
+  const Folder folder;
+  for (const char* device : {"mlx5_0", "mlx5_1"}) fs::create_directory(folder.path() / device);
+  MooncakeOptions options = good_options();
+  options.protocol = "rdma";
+  options.rdma_device_folder = folder.path().string();
+  options.global_segment_size = 32 * kMiB;
+  options.local_buffer_size = 16 * kMiB;
+  const detail::MemoryLock lock{100 * kMiB, false};
+  EXPECT_TRUE(detail::check_locked_memory(options, {}, lock).empty());
+  const std::uint64_t regions[] = {kMiB, 2 * kMiB};
+  const auto problems = detail::check_locked_memory(options, regions, lock);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].expected,
+            "at least 53477376 bytes, which RDMA must lock for each of 2 devices");
+  options.rdma_devices = {"mlx5_1"};
+  EXPECT_TRUE(detail::check_locked_memory(options, regions, lock).empty());
+}
+
 TEST(Preflight, RdmaWithoutDevicesIsRefusedBeforeAnythingIsOpened) {
   const Folder folder;
   MooncakeOptions options = good_options();

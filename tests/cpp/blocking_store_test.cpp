@@ -21,12 +21,7 @@
 
 #include "blocking_fixture.h"
 #include "kvprism/base/error.h"
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
+#include "thread_sanitizer.h"
 
 namespace kvprism {
 namespace {
@@ -347,7 +342,7 @@ TEST(BlockingStore, ThreadsHaveNamesAndLeaveSignalsAlone) {
 
 // R71: the child gets refusals, ends cleanly, and the parent goes on.
 TEST(BlockingStore, ForkedChildIsRefused) {
-  if (kThreadSanitizer) GTEST_SKIP() << "fork with threads";
+  if (test::kThreadSanitizer) GTEST_SKIP() << "fork with threads";
   const auto script = std::make_shared<Script>();
   auto store = std::make_unique<BlockingStore>(factory_of(script), quick());
   std::array<std::byte, 16> memory{};

@@ -97,6 +97,7 @@ class CheckedSchedulerTest : public ::testing::Test {
   StoreWorker worker_;
   Instant now_{1000};
   Hashes hashes_{2, 1};
+  Hashes longer_{3, 1};
   Rows two_{{{1, 2}, {0, 4}}};
   Rows others_{{{5, 6}, {0, 8}}};
   std::vector<BlockId> acquired_;
@@ -213,6 +214,77 @@ TEST_F(CheckedSchedulerTest, SavesWhatIsWanted) {
             "scheduler call: boundary(request 7) = block 0 at 16 tokens: expected a block of the "
             "pool, at a multiple of 16 tokens whose hash is known");
   scheduler_.save(kRequest, {0, 16}, two_.get(), now_);
+}
+
+// What purge() asks for: every request that has computed tokens tells of them first.
+TEST_F(CheckedSchedulerTest, LocalTokensAreToldAlsoWhileARequestWaits) {
+  save_two_blocks(RequestId{1});
+  const auto ask = [&] { return scheduler_.lookup(kRequest, 56, longer_.list(), 16, now_); };
+  ask();
+  step();
+  ASSERT_EQ(ask().external_tokens, 16u);
+  scheduler_.advanced(kRequest, 16, {});
+  EXPECT_EQ(refusal([&] { scheduler_.advanced(kRequest, 17, {}); }),
+            "scheduler call: advanced(request 7) = 16 tokens offered: expected allocated first, "
+            "with all of them or 0");
+  ASSERT_TRUE(scheduler_.allocated(kRequest, 16, others_.get(), now_));
+  scheduler_.advanced(kRequest, 16, {});
+  EXPECT_THAT(refusal([&] { scheduler_.advanced(kRequest, 32, {}); }),
+              ::testing::StartsWith("scheduler call: advanced(request 7) = waiting for load"));
+  scheduler_.purge(now_);
+  step();
+  scheduler_.advanced(kRequest, 48, longer_.list());
+  EXPECT_TRUE(scheduler_.wants_save(kRequest, now_).empty());
+}
+
+TEST_F(CheckedSchedulerTest, ARefusedCallLeavesTheClock) {
+  const Instant later{9000};
+  EXPECT_THAT(refusal([&] { scheduler_.wants_save(kRequest, later); }),
+              ::testing::HasSubstr("not known"));
+  EXPECT_THAT(refusal([&] { scheduler_.lookup(kRequest, 40, hashes_.list(), 7, later); }),
+              ::testing::HasSubstr("a multiple of 16"));
+  scheduler_.end_step(now_);
+  const std::vector<std::byte> rubbish(24);
+  EXPECT_THAT(refusal([&] { scheduler_.report(rubbish, later); }),
+              ::testing::HasSubstr("cannot be read"));
+  EXPECT_THAT(refusal([&] { scheduler_.end_step(now_); }),
+              ::testing::HasSubstr("at least 9000 ns"));
+}
+
+// Another request stores the same prefix in between, so that nothing is wanted any more.
+TEST_F(CheckedSchedulerTest, WhatWasOfferedInThisStepMayBeSaved) {
+  constexpr RequestId kOther{8};
+  scheduler_.advanced(kOther, 32, hashes_.list());
+  scheduler_.save(kOther, scheduler_.wants_save(kOther, now_), two_.get(), now_);
+  worker_.submit(scheduler_.end_step(now_).view(), ReadyToken::host());
+  scheduler_.take_acquired(acquired_);
+  scheduler_.advanced(kRequest, 32, hashes_.list());
+  const TokenRange range = scheduler_.wants_save(kRequest, now_);
+  ASSERT_EQ(range.to, 32u);
+  while (worker_.pump(now_)) {
+  }
+  WorkerReport report;
+  while (worker_.poll(report)) scheduler_.report(report, now_);
+  scheduler_.save(kRequest, range, others_.get(), now_);
+  EXPECT_EQ(scheduler_.counters().saves, 1u);
+  EXPECT_EQ(scheduler_.counters().saves_known, 2u);
+  EXPECT_EQ(refusal([&] { scheduler_.save(kRequest, range, others_.get(), now_); }),
+            "scheduler call: save(request 7) = range [0, 32): expected no save, as wants_save has "
+            "nothing");
+}
+
+TEST_F(CheckedSchedulerTest, BlocksOfAPoolInHostMemoryAreItsOwn) {
+  std::vector<GroupConfig> groups{test::full_group(16), test::ring_group(16)};
+  groups[1].host_resident = true;
+  groups[1].enable_kv_transfer = false;
+  const auto projection = test::make_projection(groups);
+  CheckedScheduler scheduler(test::make_schema(projection),
+                             std::make_shared<MemoryStore>(std::make_shared<MemoryPool>()),
+                             {.epoch = 1});
+  scheduler.advanced(kRequest, 32, hashes_.list());
+  scheduler.save(kRequest, scheduler.wants_save(kRequest, now_),
+                 Rows({{1, 2}, {2, 500, 500}}).get(), now_);
+  EXPECT_EQ(scheduler.counters().saves, 1u);
 }
 
 TEST_F(CheckedSchedulerTest, TablesNameBlocksOfThePoolAndEachOnce) {

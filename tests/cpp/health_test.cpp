@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,6 +16,7 @@
 #include "kvprism/backend/flight_file.h"
 #include "kvprism/base/log.h"
 #include "store_fixtures.h"
+#include "thread_sanitizer.h"
 
 namespace kvprism {
 namespace {
@@ -202,6 +204,33 @@ TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
   step(seconds(1));
   EXPECT_EQ(scheduler->counters().incidents, 2u);
   EXPECT_FALSE(std::filesystem::exists(path)) << "within a minute";
+}
+
+// The thread that writes is not in the child, and its mutex may be locked there for ever.
+TEST_F(HealthTest, AForkedChildDropsItsRecords) {
+  if (test::kThreadSanitizer) GTEST_SKIP() << "fork with threads";
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-child-" + std::to_string(::getpid()));
+  build_with_file(path);
+  report(save(1), JobOutcome::kOk, false);
+  step(seconds(1));
+  const std::uintmax_t size = std::filesystem::file_size(path);
+  const FlightSink sink = file->sink();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    lines.clear();
+    for (int i = 0; i < 2; ++i) sink.take(sink.context, 9, "an incident", FlightRecorder{});
+    const bool right =
+        lines == std::vector<std::string>(
+                     2, "an incident: the flight record is dropped in a forked child") &&
+        file->flush(seconds(60));
+    ::_exit(right ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(std::filesystem::file_size(path), size);
+  std::filesystem::remove(path);
 }
 
 TEST_F(HealthTest, ARecordFollowsThoseBeforeItUpToABound) {

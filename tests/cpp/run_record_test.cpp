@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
@@ -14,6 +16,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/base/version.h"
 #include "kvprism/run/flight_recorder.h"
+#include "kvprism/spec/spec_registry.h"
 #include "store_fixtures.h"
 
 namespace kvprism {
@@ -225,6 +228,96 @@ TEST(RunRecord, AFileTakesIt) {
   }
   std::filesystem::remove(path);
   EXPECT_THROW(RunFile("/nowhere/at/all"), Error);
+}
+
+TEST(RunRecord, ARefusedSchedulerLeavesNoFileBehind) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-refused-" + std::to_string(::getpid()));
+  const auto store = std::make_shared<ScriptedStore>();
+  const auto schema = test::make_schema(test::make_projection({test::full_group(16)}));
+  const StoreScheduler first(schema, store, {.epoch = 1});
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    RunFile file(path.string());
+    StoreSchedulerOptions options{.epoch = 2};
+    options.record = file.sink();
+    EXPECT_THROW(StoreScheduler(schema, store, options), Error) << "the index is in use";
+  }
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(RunRecord, AForkedChildNeitherWritesNorEndsTheRecording) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-forked-" + std::to_string(::getpid()));
+  auto file = std::make_unique<RunFile>(path.string());
+  const auto in_child = [&](bool uses_it) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      if (uses_it) run(file->sink());
+      file.reset();
+      ::_exit(0);
+    }
+    int status = -1;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  };
+  in_child(false);
+  ASSERT_TRUE(std::filesystem::exists(path)) << "it is the parent's";
+  run(file->sink());
+  in_child(true);
+  EXPECT_EQ(std::filesystem::file_size(path), recorded().size());
+  file.reset();
+  EXPECT_EQ(std::filesystem::file_size(path), recorded().size() + 16) << "and its end";
+  std::filesystem::remove(path);
+}
+
+TEST(RunRecord, KindsOfTheEngineAreKnownByItsRegistry) {
+  const SpecRegistry registry = SpecRegistry::builtin().with({
+      .name = "pooled_keys",
+      .payload = PayloadKind::kRaw,
+      .needs = ParameterSet{},
+      .allows = ParameterSet{},
+      .dcp_sharded = false,
+      .latent = true,
+      .traits = [](const CacheSpec&) -> SpecTraits {
+        return {.prefix_cacheable = true,
+                .hit = HitRule::kPrefix,
+                .window = 0,
+                .save = SaveRule::kPositional,
+                .peer = PeerRule::kSuffix,
+                .replay_tokens = 0,
+                .fine_grained_lookup = false};
+      },
+  });
+  const auto projection = Projection::make(
+      cache_config_from_json(R"({"num_blocks": 8, "groups": [{"kind": "pooled_keys",
+          "layers": ["p0"], "block_size": 16, "page_size_bytes": 256}]})",
+                             registry),
+      registry);
+  Bytes bytes;
+  {
+    StoreSchedulerOptions options{.epoch = 3};
+    options.record = {[](void* to, std::span<const std::byte> more) {
+                        auto& all = *static_cast<Bytes*>(to);
+                        all.insert(all.end(), more.begin(), more.end());
+                        return true;
+                      },
+                      &bytes};
+    StoreScheduler scheduler(test::make_schema(projection), std::make_shared<ScriptedStore>(),
+                             options);
+    scheduler.advanced(RequestId{1}, 32, Hashes(2, 1).list());
+    const Rows rows({{1, 2}});
+    scheduler.save(RequestId{1}, {0, 32}, rows.get(), Instant{5});
+    scheduler.end_step(Instant{6});
+  }
+  const ReplayRunResult result = replay_run(bytes, registry);
+  EXPECT_TRUE(result.same) << result.difference;
+  EXPECT_EQ(result.plans, 1u);
+  try {
+    replay_run(bytes);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("pooled_keys"));
+  }
 }
 
 TEST(RunRecord, AFileWithoutAReaderDoesNotHoldUpItsMaking) {

@@ -117,6 +117,17 @@ def test_a_recording_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(kvprism.Error, match=r"record_to.*File exists"):
         Rank(record_to=str(path))
     assert path.read_bytes() == content
+    used, again = Rank(), tmp_path / "again"
+    with pytest.raises(kvprism.Error):
+        Rank(record_to=str(again), index=used.store)
+    assert not again.exists()
+
+
+def test_a_registry_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    recorded(path)
+    result = replay_run(path.read_bytes(), registry=kvprism.SpecRegistry.builtin())
+    assert result["same"] is True
 
 
 def test_requests_with_saves_in_flight_are_named() -> None:

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -105,7 +106,13 @@ struct FlightFile::State {
 
 struct FlightFile::Handle {
   std::jthread thread;
-  pid_t owner = 0;  // the process that has the thread
+  std::atomic<pid_t> owner = 0;  // the process that has the thread
+
+  // A forked child has no such thread, and its copy of the mutex may be locked for ever.
+  bool in_child() const noexcept {
+    const pid_t process = owner.load(std::memory_order_relaxed);
+    return process != 0 && process != ::getpid();
+  }
 };
 
 FlightFile::FlightFile(std::string path)
@@ -113,8 +120,8 @@ FlightFile::FlightFile(std::string path)
 
 FlightFile::~FlightFile() {
   if (!handle_->thread.joinable()) return;
-  if (handle_->owner != ::getpid()) {
-    // A forked child has no such thread; joining it would wait for ever.
+  if (handle_->in_child()) {
+    // Joining it would wait for ever.
     handle_->thread.detach();
     return;
   }
@@ -132,6 +139,11 @@ FlightSink FlightFile::sink() noexcept {
         FlightFile& file = *static_cast<FlightFile*>(context);
         State& state = *file.state_;
         try {
+          if (file.handle_->in_child()) {
+            log(LogLevel::kWarning,
+                fmt::format("{}: the flight record is dropped in a forked child", what));
+            return;
+          }
           const std::lock_guard lock(state.mutex);
           if (state.waiting) {
             log(LogLevel::kWarning,
@@ -154,6 +166,7 @@ FlightSink FlightFile::sink() noexcept {
 }
 
 bool FlightFile::flush(Duration longest) const {
+  if (handle_->in_child()) return true;
   std::unique_lock lock(state_->mutex);
   return state_->changed.wait_for(lock, detail::bounded(longest),
                                   [&] { return !state_->waiting && !state_->writing; });

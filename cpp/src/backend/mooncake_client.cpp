@@ -142,7 +142,7 @@ class MooncakeClient final : public BlockingClient {
         max_slices_(options.max_slices_per_call),
         max_bytes_(options.max_bytes_per_call),
         max_region_bytes_(options.max_region_bytes),
-        devices_(rdma_devices(options)),
+        options_(options),
         protocol_(options.protocol),
         pid_(::getpid()) {
     const KeepSignalMask keep;
@@ -335,19 +335,10 @@ class MooncakeClient final : public BlockingClient {
       const std::shared_lock lock(regions_mutex_);
       for (const Region& other : regions_.regions()) lengths.push_back(other.length);
     }
-    const detail::MemoryLock lock = detail::read_memory_lock();
-    const auto problems = detail::check_registration(
-        lengths, {lock.limit, lock.privileged, devices_, max_region_bytes_, 0});
+    const auto problems =
+        detail::check_locked_memory(options_, lengths, detail::read_memory_lock());
     if (!problems.empty()) return problems[0].hint;
     return "is the region longer than the device takes? see max_region_bytes";
-  }
-
-  static std::uint32_t rdma_devices(const MooncakeOptions& options) {
-    if (options.protocol != "rdma") return 1;
-    const std::size_t count = options.rdma_devices.empty()
-                                  ? detail::list_rdma_devices(options.rdma_device_folder).size()
-                                  : options.rdma_devices.size();
-    return static_cast<std::uint32_t>(std::max<std::size_t>(1, count));
   }
 
   static std::string describe(const Region& region) {
@@ -533,7 +524,7 @@ class MooncakeClient final : public BlockingClient {
   const std::uint32_t max_slices_;
   const std::uint64_t max_bytes_;
   const std::uint64_t max_region_bytes_;
-  const std::uint32_t devices_;
+  const MooncakeOptions options_;
   const std::string protocol_;
   const pid_t pid_;
   std::shared_ptr<mooncake::NativeClient> native_;
@@ -557,13 +548,7 @@ void check_rdma(const MooncakeOptions& options) {
   problems.append(detail::check_rdma_devices(options.rdma_devices,
                                              detail::list_rdma_devices(options.rdma_device_folder),
                                              options.rdma_device_folder));
-  const detail::MemoryLock lock = detail::read_memory_lock();
-  const std::array<std::uint64_t, 2> lengths{
-      static_cast<std::uint64_t>(options.global_segment_size),
-      static_cast<std::uint64_t>(options.local_buffer_size)};
-  problems.append(detail::check_registration(
-      lengths, {lock.limit, lock.privileged,
-                static_cast<std::uint32_t>(options.rdma_devices.size()), 0, 0}));
+  problems.append(detail::check_locked_memory(options, {}, detail::read_memory_lock()));
   // Mooncake obeys this variable before the protocol it was given.
   if (const char* forced = std::getenv("MC_FORCE_TCP")) {
     problems.add("environment.MC_FORCE_TCP", forced, "unset with protocol rdma",

@@ -19,6 +19,8 @@
 #include <memory>
 #include <thread>
 
+#include "registration.h"
+
 namespace kvprism::detail {
 namespace {
 
@@ -151,6 +153,21 @@ MemoryLock read_memory_lock() noexcept {
     result.privileged = false;
   }
   return result;
+}
+
+std::vector<Problem> check_locked_memory(const MooncakeOptions& options,
+                                         std::span<const std::uint64_t> regions,
+                                         const MemoryLock& lock) {
+  std::vector<std::uint64_t> lengths(regions.begin(), regions.end());
+  lengths.push_back(static_cast<std::uint64_t>(options.global_segment_size));
+  lengths.push_back(static_cast<std::uint64_t>(options.local_buffer_size));
+  // Where Mooncake chooses it takes all that it finds.
+  const std::size_t devices = options.rdma_devices.empty()
+                                  ? list_rdma_devices(options.rdma_device_folder).size()
+                                  : options.rdma_devices.size();
+  return check_registration(lengths,
+                            {lock.limit, lock.privileged, static_cast<std::uint32_t>(devices),
+                             options.max_region_bytes, 0});
 }
 
 }  // namespace kvprism::detail

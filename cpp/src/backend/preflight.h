@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "kvprism/backend/mooncake_client.h"
 #include "kvprism/base/error.h"
 #include "kvprism/base/host_port.h"
 #include "kvprism/run/instant.h"
@@ -29,5 +31,11 @@ struct MemoryLock {
   bool privileged = false;  // the process may lock memory beyond the limit
 };
 MemoryLock read_memory_lock() noexcept;
+
+// What is wrong with locking all that RDMA registers with these options: Mooncake's segment and
+// staging buffer, and `regions` (bytes of each) beside them, on every device.
+std::vector<Problem> check_locked_memory(const MooncakeOptions& options,
+                                         std::span<const std::uint64_t> regions,
+                                         const MemoryLock& lock);
 
 }  // namespace kvprism::detail

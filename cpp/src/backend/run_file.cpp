@@ -15,14 +15,21 @@ namespace kvprism {
 
 struct RunFile::Impl {
   int file = -1;
-  bool whole = true;  // nothing of it has been refused
+  bool whole = true;   // nothing of it has been refused
+  bool begun = false;  // something is in it
+  const pid_t owner = ::getpid();
   std::string path;
 
+  // A forked child has the same file, and what it does is not the parent's run.
+  bool is_ours() const noexcept { return owner == ::getpid(); }
+
   bool write(std::span<const std::byte> bytes) noexcept {
+    if (!is_ours()) return false;
     while (whole && !bytes.empty()) {
       const ssize_t written = ::write(file, bytes.data(), bytes.size());
       if (written < 0 && errno == EINTR) continue;
       whole = written > 0;
+      begun |= whole;
       if (whole) bytes = bytes.subspan(static_cast<std::size_t>(written));
     }
     return whole;
@@ -40,8 +47,13 @@ RunFile::RunFile(const std::string& path) : impl_(std::make_unique<Impl>()) {
 }
 
 RunFile::~RunFile() {
-  const detail::RunRecordHead end{detail::RunKind::kEnd, 0, 0};
-  impl_->write(std::as_bytes(std::span(&end, 1)));
+  if (impl_->begun) {
+    const detail::RunRecordHead end{detail::RunKind::kEnd, 0, 0};
+    impl_->write(std::as_bytes(std::span(&end, 1)));
+  } else if (impl_->is_ours()) {
+    // Its scheduler was refused; the next one may have the name.
+    ::unlink(impl_->path.c_str());
+  }
   // Some file systems tell only now that they have no space.
   if (::close(impl_->file) != 0) {
     log(LogLevel::kWarning,

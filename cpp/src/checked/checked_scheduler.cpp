@@ -24,6 +24,8 @@ struct Known {
   std::uint32_t local = 0;    // tokens, of the last lookup
   std::uint32_t offered = 0;  // tokens beyond `local`
   std::optional<JobId> loading;
+  TokenRange wanted;            // what wants_save has offered, not yet planned
+  std::uint64_t wanted_in = 0;  // the step in which it did
 };
 
 std::string tokens(std::uint32_t count) { return std::to_string(count) + " tokens"; }
@@ -52,6 +54,7 @@ struct CheckedScheduler::State {
   Untaken<BlockId> released;
   Untaken<LoadEnd> ends;
   std::unordered_map<std::int32_t, GroupId> named;  // the blocks of the tables of one call
+  std::uint64_t step = 0;
   Instant latest{std::numeric_limits<std::int64_t>::min()};
   std::atomic<bool> busy{false};
 };
@@ -80,6 +83,7 @@ class CheckedScheduler::Call {
   }
 
   [[noreturn]] void refuse(std::string value, std::string expected) const {
+    if (earlier_) state().latest = *earlier_;
     std::string path = name_;
     if (request_) path += fmt::format("(request {})", raw(*request_));
     fail(ErrorCode::kInvalidArgument, "scheduler call",
@@ -90,7 +94,7 @@ class CheckedScheduler::Call {
       refuse(fmt::format("now is {} ns", now.ns),
              fmt::format("at least {} ns, the time of an earlier call", state().latest.ns));
     }
-    state().latest = now;
+    earlier_ = std::exchange(state().latest, now);
   }
   Known& needs_known() const {
     Known* const request = find();
@@ -122,6 +126,7 @@ class CheckedScheduler::Call {
     for (const GroupId group : indices<GroupId>(groups)) {
       if (rows[group].data() == nullptr && !rows[group].empty())
         refuse(fmt::format("a null table for group {}", raw(group)), "an array of block ids");
+      if (scheduler_.projection().group(group).host_resident) continue;  // of another pool
       for (const BlockId block : rows[group]) needs_own_block(group, block);
     }
   }
@@ -169,6 +174,7 @@ class CheckedScheduler::Call {
   }
   // After a call that took hashes: did the scheduler refuse them?
   void check_hashes(const StoreSchedulerCounters& before, const HashList& hashes) const {
+    earlier_.reset();
     const StoreSchedulerCounters after = scheduler_.counters();
     if (after.hashes_refused != before.hashes_refused) {
       refuse(fmt::format("hashes {} to {} of {} bytes", hashes.first, hashes.end(), hashes.width),
@@ -184,6 +190,7 @@ class CheckedScheduler::Call {
   void drain_acquired() const { scheduler_.StoreScheduler::take_acquired(state().acquired.items); }
   // After a report: was there something in it that is of no use?
   void check_report(const StoreSchedulerCounters& before, const std::string& what) const {
+    earlier_.reset();
     const StoreSchedulerCounters after = scheduler_.counters();
     if (after.reports_foreign != before.reports_foreign) {
       refuse(what + " of another epoch",
@@ -200,6 +207,7 @@ class CheckedScheduler::Call {
   CheckedScheduler& scheduler_;
   const char* name_;
   std::optional<RequestId> request_;
+  mutable std::optional<Instant> earlier_;  // the clock, while the call has done nothing
 };
 
 CheckedScheduler::CheckedScheduler(std::shared_ptr<const KeySchema> schema,
@@ -284,10 +292,14 @@ std::optional<JobId> CheckedScheduler::allocated(RequestId request, std::uint32_
 void CheckedScheduler::advanced(RequestId request, std::uint32_t accepted_tokens,
                                 const HashList& hashes) {
   const Call call(*this, "advanced", request);
-  call.needs_no_load();
-  call.needs_no_offer();
   call.needs_hashes(hashes);
-  call.known();
+  // Before a purge also of requests that wait, whose local tokens are computed.
+  Known& known = call.known();
+  if (accepted_tokens > known.local || hashes.count != 0) {
+    call.needs_no_load();
+    call.needs_no_offer();
+  }
+  known.wanted = {};
   const StoreSchedulerCounters before = counters();
   StoreScheduler::advanced(request, accepted_tokens, hashes);
   call.check_hashes(before, hashes);
@@ -296,19 +308,23 @@ void CheckedScheduler::advanced(RequestId request, std::uint32_t accepted_tokens
 TokenRange CheckedScheduler::wants_save(RequestId request, Instant now) {
   const Call call(*this, "wants_save", request);
   call.at(now);
-  call.needs_known();
-  return StoreScheduler::wants_save(request, now);
+  Known& known = call.needs_known();
+  known.wanted = StoreScheduler::wants_save(request, now);
+  known.wanted_in = state_->step;
+  return known.wanted;
 }
 
 void CheckedScheduler::save(RequestId request, const TokenRange& range, const BlockRows& rows,
                             Instant now) {
   const Call call(*this, "save", request);
   call.at(now);
-  call.needs_known();
+  Known& known = call.needs_known();
   call.needs_no_load();
   call.needs_no_offer();
   call.needs_rows(rows);
-  const TokenRange wanted = StoreScheduler::wants_save(request, now);
+  // A report may have come since; what was offered in this step may be saved.
+  const bool offered = known.wanted_in == state_->step && !known.wanted.empty();
+  const TokenRange wanted = offered ? known.wanted : StoreScheduler::wants_save(request, now);
   if (range.empty() || range.from != wanted.from || range.to > wanted.to ||
       (range.to != wanted.to && range.to % projection().scheduler_block_size() != 0)) {
     call.refuse(fmt::format("range [{}, {})", range.from, range.to),
@@ -328,6 +344,7 @@ void CheckedScheduler::save(RequestId request, const TokenRange& range, const Bl
     call.needs_blocks(rows, group, range.to, chunks);
   }
   StoreScheduler::save(request, range, rows, now);
+  known.wanted = {};
   call.drain_acquired();
 }
 
@@ -356,6 +373,7 @@ void CheckedScheduler::preempted(RequestId request) {
   call.needs_acquired_taken();
   StoreScheduler::preempted(request);
   known.answered = false;
+  known.wanted = {};
 }
 
 void CheckedScheduler::finished(RequestId request, FinishReason how) {
@@ -384,6 +402,7 @@ const StepPlan& CheckedScheduler::end_step(Instant now) {
   state.released.overdue = !state.released.items.empty();
   state.ends.overdue = !state.ends.items.empty();
   const StepPlan& plan = StoreScheduler::end_step(now);
+  ++state.step;
   call.drain_acquired();
   state.acquired.overdue = !state.acquired.items.empty();
   return plan;

@@ -205,12 +205,12 @@ struct Replay {
   std::vector<BlockId> ids;
   std::vector<std::byte> bytes;
 
-  void set_up(const Record& record) {
+  void set_up(const Record& record, const SpecRegistry& registry) {
     Reader reader = record.reader();
     result.recorded_by = reader.text();
     result.repeated_by = detail::run_program();
-    const auto projection = Projection::make(
-        cache_config_from_json(reader.text(), SpecRegistry::builtin()), SpecRegistry::builtin());
+    const auto projection =
+        Projection::make(cache_config_from_json(reader.text(), registry), registry);
     KeyFacts facts;
     facts.model = reader.text();
     facts.model_revision = reader.text();
@@ -336,7 +336,7 @@ struct Replay {
 
 }  // namespace
 
-ReplayRunResult replay_run(std::span<const std::byte> recording) {
+ReplayRunResult replay_run(std::span<const std::byte> recording, const SpecRegistry& registry) {
   RunHeader header;
   if (recording.size() < sizeof(header)) {
     refuse("bytes", std::to_string(recording.size()), "a recording, which begins with 8 bytes");
@@ -353,7 +353,7 @@ ReplayRunResult replay_run(std::span<const std::byte> recording) {
   if (!next_record(recording, at, record) || record.kind != RunKind::kSetup)
     refuse("byte 8", "no setup", "a setup record");
   Replay replay;
-  replay.set_up(record);
+  replay.set_up(record, registry);
   ReplayRunResult& result = replay.result;
 
   std::vector<Record> of_index;

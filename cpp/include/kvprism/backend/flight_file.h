@@ -14,8 +14,9 @@ namespace kvprism {
 // then some 300 KB. It is made with mode 0600; only a regular file is written to, and none beyond 8
 // MiB. A step copies the events, which is 160 KB; a thread of its own, "kvp-flight", which the
 // first incident starts, turns them into text and writes, and says in the log where they are. While
-// it writes, one more is kept, and those behind that are dropped with a line. Must outlive the
-// scheduler. Ownership: owns the thread. Threads: any.
+// it writes, one more is kept, and those behind that are dropped with a line; so is
+// every one in a process that was forked after the first. Must outlive the scheduler. Ownership:
+// owns the thread. Threads: any.
 class KVPRISM_API FlightFile {
  public:
   explicit FlightFile(std::string path);
@@ -25,7 +26,8 @@ class KVPRISM_API FlightFile {
   FlightFile& operator=(const FlightFile&) = delete;
 
   FlightSink sink() noexcept;
-  // Waits until everything taken has been written or given up; false when `longest` has passed.
+  // Waits until everything taken has been written or given up, in a forked child not at all; false
+  // when `longest` has passed.
   bool flush(Duration longest) const;
 
  private:

@@ -23,12 +23,14 @@ namespace kvprism {
 //     restrict or advanced has begun, or that has finished
 //   allocated of other than all tokens that the last lookup offered, or 0; without an answer, or
 //     with tables that have no block where the load writes
-//   advanced, save while an offer of tokens is open: allocated has not been called
-//   lookup, allocated, advanced, save, boundary while the request waits for a load
+//   save, and advanced beyond the local tokens or with hashes, while an offer of tokens is open:
+//     allocated has not been called
+//   lookup, allocated, save, boundary, and advanced as above, while the request waits for a load
 //   a lookup off the grid of S; hashes that do not continue those that are known, or null
-//   save of tokens that wants_save did not offer, or with tables that are too short for them
+//   save of tokens that wants_save did not offer, in this step or now, or with tables that are too
+//     short for them
 //   save and allocated without a row for every group; with a block outside of the pool, or one that
-//     the tables name twice
+//     the tables name twice (groups with a pool of their own in host memory may)
 //   boundary of a group that hands nothing off, of a null block, or off the grid
 //   finished, preempted, take_released, and the next end_step, while take_acquired has blocks:
 //     the engine would free what a job is about to use

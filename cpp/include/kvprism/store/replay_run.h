@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kvprism/base/export.h"
+#include "kvprism/spec/spec_registry.h"
 
 namespace kvprism {
 
@@ -24,9 +25,10 @@ struct ReplayRunResult {
 
 // `recording` is everything that the sink was given, in order. The scheduler is built again from
 // the recorded cache config, key facts and options, with an index that answers as recorded. Ends at
-// the first difference. Specs must be built in. Throws Error (kMismatch, kInvalidArgument) naming
-// the offset when the bytes are no recording of this version or go on behind its end, and what
-// building the scheduler throws.
-KVPRISM_API ReplayRunResult replay_run(std::span<const std::byte> recording);
+// the first difference. `registry` must know the kinds of the config. Throws Error (kMismatch,
+// kInvalidArgument) naming the offset when the bytes are no recording of this version or go on
+// behind its end, and what building the scheduler throws.
+KVPRISM_API ReplayRunResult replay_run(std::span<const std::byte> recording,
+                                       const SpecRegistry& registry = SpecRegistry::builtin());
 
 }  // namespace kvprism
