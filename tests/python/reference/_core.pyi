@@ -1297,12 +1297,13 @@ def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0
         ArgumentError: An unknown kind of fault, or a chance outside 0 to 1.
     """
 
-def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | bool | str]:
+def replay_run(recording: bytes | bytearray | memoryview, registry: SpecRegistry | None = None) -> dict[str, int | bool | str]:
     """
     Repeats what a StoreScheduler did, from the file that its `record_to` named.
 
     Args:
         recording: The content of the file.
+        registry: Knows the kinds of cache that the scheduler's engine has; None for the built-in ones.
 
     Returns:
         "calls", "steps" and "plans" that were repeated; "same", whether every call did and returned what it had; the first
@@ -1310,7 +1311,7 @@ def replay_run(recording: bytes | bytearray | memoryview) -> dict[str, int | boo
         follows; "recorded_by" and "repeated_by", versions and compilers.
 
     Raises:
-        Error: The bytes are no recording of this version, or go on behind its end.
+        Error: The bytes are no recording of this version, go on behind its end, or name a kind that `registry` lacks.
     """
 
 class StepPlan:
