@@ -29,6 +29,10 @@ struct KeySchema::Impl {
     }
   };
 
+  [[gnu::always_inline]] inline const std::string& checked_prefix(StoreIndex group,
+                                                                  const RankPosition& shard,
+                                                                  std::size_t hash_width) const;
+
   std::string_view name;
   std::shared_ptr<const Projection> projection;
   std::uint32_t pcp = 1;
@@ -367,20 +371,20 @@ bool KeySchema::stores(StoreIndex group, const RankPosition& rank,
   return chunk % replicas == (rank.tp + raw(group)) % replicas;
 }
 
-const std::string& KeySchema::checked_prefix(StoreIndex group, const RankPosition& shard,
-                                             std::size_t hash_width) const {
+// Here and not in the class, whose functions may be replaced from outside and are not inlined.
+const std::string& KeySchema::Impl::checked_prefix(StoreIndex group, const RankPosition& shard,
+                                                   std::size_t hash_width) const {
   if (hash_width < kMinHashWidth || hash_width > kMaxHashWidth) refuse_hash(hash_width);
-  assert(raw(group) < impl_->groups.size());
-  const Impl::Group& keys = impl_->groups[group];
-  const std::size_t at =
-      (std::size_t{shard.pp} * impl_->pcp + shard.pcp) * keys.tp_shards + shard.tp;
+  assert(raw(group) < groups.size());
+  const Group& keys = groups[group];
+  const std::size_t at = (std::size_t{shard.pp} * pcp + shard.pcp) * keys.tp_shards + shard.tp;
   if (at >= keys.positions.size() || keys.positions[at] != shard) refuse_shard(shard);
   return keys.prefixes[at];
 }
 
 void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                            std::span<const std::uint8_t> hash) const {
-  const std::string& prefix = checked_prefix(group, shard, hash.size());
+  const std::string& prefix = impl_->checked_prefix(group, shard, hash.size());
   std::string& key = slots.append();
   key.resize(prefix.size() + 2 * hash.size());
   std::memcpy(key.data(), prefix.data(), prefix.size());
@@ -390,7 +394,7 @@ void KeySchema::append_key(KeySlots& slots, StoreIndex group, const RankPosition
 void KeySchema::append_keys_later(KeySlots& slots, StoreIndex group, const RankPosition& shard,
                                   const HashList& hashes, std::uint32_t first, std::uint32_t step,
                                   std::uint32_t count) const {
-  const std::string& prefix = checked_prefix(group, shard, hashes.width);
+  const std::string& prefix = impl_->checked_prefix(group, shard, hashes.width);
   if (count == 0) return;
   slots.append_later(prefix, hashes[first].data(), hashes.width, std::size_t{step} * hashes.width,
                      count);

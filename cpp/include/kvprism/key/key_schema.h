@@ -40,8 +40,10 @@ struct HashList {
 
 // What gives the bytes their meaning, beside the projection (R35). Each of them changes every key.
 struct KeyFacts {
-  std::string model{};            // name or path; not empty
-  std::string model_revision{};   // weights version; may be empty
+  std::string model{};  // name or path; not empty
+  // Weights version; may be empty. A draft model, and with several pipeline stages which layers
+  // each of them holds, belong into it: blocks of other layers may have the same size.
+  std::string model_revision{};
   std::string kv_quantization{};  // e.g. "none", "fp8_per_tensor"
   std::string hash_algorithm{};   // e.g. "sha256_cbor"; not empty
   bool hash_is_stable = true;  // false when processes hash alike tokens differently: refused (R38)
@@ -142,9 +144,6 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
                          std::uint32_t count) const;
 
  private:
-  const std::string& checked_prefix(StoreIndex group, const RankPosition& shard,
-                                    std::size_t hash_width) const;
-
   struct Impl;
   explicit KeySchema(std::unique_ptr<const Impl> impl);
   std::unique_ptr<const Impl> impl_;
