@@ -135,7 +135,7 @@ TEST_F(Mooncake, BadItemsAreRefusedAndTheOthersGo) {
   Operations run(store);
   memory.fill(0, 4096, 1);
   foreign.fill(0, 4096, 2);
-  std::vector<Segment> too_many(513, Segment{memory.at(0), 1});
+  std::vector<Segment> too_many(1025, Segment{memory.at(0), 1});
   EXPECT_EQ(run.put({{"", {{memory.at(0), 16}}},
                      {"none", {}},
                      {"zero", {{memory.at(0), 16}, {memory.at(16), 0}}},
