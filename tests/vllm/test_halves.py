@@ -270,7 +270,8 @@ def test_what_a_reset_has_preempted_is_saved_again(
     request.num_computed_tokens = len(TOKENS)
     finish_purge(purging)
     assert purging.step(a=1).plan
-    assert purging.half.counters()["block_ids_read"] == 8
+    # A checked scheduler reads whole tables, of two saves.
+    assert purging.half.counters()["block_ids_read"] == 10
 
 
 def test_a_request_whose_load_a_reset_has_overtaken_is_saved_when_it_is_computed(
