@@ -131,8 +131,9 @@ void WorldRun::check_stored(const Completed& done) {
   if (objects_.alignment() < step_tokens_) {
     const std::uint32_t end = model_checkpoint(done.prompt, objects_.alignment(), drafts);
     // One that has found more does not stop there.
-    check_stored(done, trail, end,
-                 {.windows = !drafts, .states = !drafts || done.start < end, .same_prompt = true});
+    check_stored(
+        done, trail, end,
+        {.windows = !drafts, .states = !drafts || done.start < end, .only_these = !drafts});
   }
   // Of a request that has started more than once it is not known here what it was looked up for.
   if (!retention || done.prompt == 0) return;
@@ -152,7 +153,7 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
   if (end == 0) return;
   using Behind = ObjectJudge::Behind;
   const std::uint32_t known =
-      asked.same_prompt ? done.prompt : trail.num_hashes() * projection_->hash_block_size();
+      asked.only_these ? end : trail.num_hashes() * projection_->hash_block_size();
   const std::uint32_t most = known / objects_.alignment() * objects_.alignment();
   for (const auto& missing : objects_.missing(trail, 0, end, most, Behind::kStored)) {
     const GroupModel& group = objects_.groups()[raw(missing.group)];

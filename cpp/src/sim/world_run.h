@@ -94,7 +94,7 @@ class WorldRun {
   struct Asked {
     bool windows = false;
     bool states = false;
-    bool same_prompt = false;  // whoever asks has the prompt and nothing behind it
+    bool only_these = false;  // whoever asks shares these tokens and none behind them
   };
   void check_stored(const Completed& done);
   void check_stored(const Completed& done, const TokenTrail& trail, std::uint32_t end,
