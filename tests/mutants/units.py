@@ -28,7 +28,7 @@ TESTS = RELEASE / "tests/cpp/CMakeFiles"
 MOONCAKE = RELEASE / "cpp/CMakeFiles/kvprism_mooncake.dir"
 TEST_OBJECTS = tuple(
     TESTS / f"{name}.dir/{name}.cpp.o"
-    for name in ("blocking_replacement_test", "store_worker_test")
+    for name in ("blocking_replacement_test", "worker_limits_test")
 )
 SWITCH = """#include <cstdlib>
 extern "C" int kvprism_mutant;

@@ -1,0 +1,133 @@
+// Plans that a worker refuses, and what becomes of their jobs.
+#include "worker_fixture.h"
+
+namespace kvprism {
+namespace {
+
+using test::kWorkerEpoch;
+using test::WorkerTest;
+using ::testing::HasSubstr;
+
+TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
+  StepPlan plan = simple(JobKind::kSave, 1);
+  plan.digest.bytes[0] ^= 1;
+  SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(result.accepted);
+  EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " +
+                                        to_hex(schema->plan_digest())));
+  WorkerReport told = report();
+  EXPECT_EQ(told.jobs[0], (JobReport{JobId{1}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}));
+
+  worker->submit(simple(JobKind::kSave, 1, 2).view(), ReadyToken::host());
+  plan = simple(JobKind::kSave, 1, 3);
+  plan.epoch = kWorkerEpoch + 1;
+  result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_THAT(result.refusal, HasSubstr("epoch = 100: expected 99"));
+  told = report();
+  EXPECT_EQ(told.epoch, kWorkerEpoch + 1) << "the report goes to the scheduler that sent it";
+  EXPECT_EQ(told.jobs[0].job, JobId{3});
+
+  plan = simple(JobKind::kSave, 1, 4);
+  plan.ids[0] = BlockId{64};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("ids[0] = 64: expected a block id below 64"));
+  plan = simple(JobKind::kSave, 1, 5);
+  plan.runs[0].group = StoreIndex{2};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].group = 2: expected a store index below 2"));
+  plan = simple(JobKind::kSave, 1, 6);
+  plan.runs[0].count = 2;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].first_id + count = 2"));
+
+  std::vector<std::byte> bytes;
+  encode(simple(JobKind::kSave, 1, 8).view(), bytes);
+  bytes.resize(bytes.size() - 8);
+  result = worker->submit(std::span<const std::byte>(bytes), ReadyToken::host());
+  EXPECT_THAT(result.refusal, HasSubstr("step plan: bytes = "));
+  EXPECT_EQ(worker->counters().plans_refused, 6u);
+  worker->pump(now);
+  EXPECT_EQ(store->puts.size(), 1u) << "only the good plan moves bytes";
+}
+
+TEST_F(WorkerTest, APlanRunsOnce) {
+  // A repeated message must neither move bytes into blocks that were given back nor end live jobs.
+  const StepPlan plan = simple(JobKind::kLoad, 1);
+  EXPECT_TRUE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  worker->pump(now);
+  const SubmitResult again = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(again.accepted);
+  EXPECT_EQ(again.refusal,
+            "step plan: step = 1: expected more than 1 (this plan or a later one was taken)");
+  WorkerReport nothing;
+  EXPECT_FALSE(worker->poll(nothing)) << "the job is still running";
+  worker->pump(now);
+  EXPECT_EQ(store->gets.size(), 1u);
+  store->end_get();
+  worker->pump(now);
+  EXPECT_EQ(report().jobs[0].outcome, JobOutcome::kOk);
+  EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  worker->pump(now);
+  EXPECT_TRUE(store->gets.empty());
+  EXPECT_EQ(worker->counters().plans_repeated, 2u);
+}
+
+TEST_F(WorkerTest, RefusesPlansOfOtherKeys) {
+  StepPlan plan = simple(JobKind::kSave, 1);
+  KeyFacts other = schema->key_facts();
+  other.model = "another model";
+  plan.digest = KeySchema::kvprism(projection, other)->plan_digest();
+  const SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(result.accepted);
+  EXPECT_THAT(result.refusal, HasSubstr("different cache configurations or key facts"));
+  worker->pump(now);
+  EXPECT_TRUE(store->puts.empty());
+}
+
+TEST_F(WorkerTest, ADamagedCopyOfARunningPlanEndsNothing) {
+  const StepPlan plan = simple(JobKind::kLoad, 1);
+  worker->submit(plan.view(), ReadyToken::host());
+  worker->pump(now);
+  std::vector<std::byte> bytes;
+  encode(plan.view(), bytes);
+  bytes.resize(bytes.size() - 8);
+  EXPECT_FALSE(worker->submit(std::span<const std::byte>(bytes), ReadyToken::host()).accepted);
+  StepPlan foreign = plan;
+  foreign.digest.bytes[0] ^= 1;
+  EXPECT_FALSE(worker->submit(foreign.view(), ReadyToken::host()).accepted);
+  WorkerReport nothing;
+  EXPECT_FALSE(worker->poll(nothing)) << "its bytes still move";
+}
+
+TEST_F(WorkerTest, AShiftedMarkIsRefused) {
+  StepPlan plan = simple(JobKind::kSave, 2);
+  plan.mark_tokens[1] += 16;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].marks[1] = 48 tokens: expected 32 tokens"));
+  plan = simple(JobKind::kSave, 2);
+  plan.runs[0].valid_tokens_last = 7;
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("runs[0].valid_tokens_last = 7: expected 16"));
+  plan = simple(JobKind::kSave, 2);
+  plan.jobs[0].timeout = {};
+  EXPECT_THAT(worker->submit(plan.view(), ReadyToken::host()).refusal,
+              HasSubstr("jobs[0].timeout = 0 ns"));
+}
+
+TEST_F(WorkerTest, AFullInboxRefusesThePlan) {
+  StoreWorkerOptions options;
+  options.max_queued_jobs = 1;
+  build(options);
+  EXPECT_TRUE(worker->submit(simple(JobKind::kSave, 1, 1).view(), ReadyToken::host()).accepted);
+  const StepPlan plan = simple(JobKind::kSave, 1, 2);
+  const SubmitResult second = worker->submit(plan.view(), ReadyToken::host());
+  EXPECT_FALSE(second.accepted);
+  EXPECT_THAT(second.refusal, HasSubstr("jobs = 1 beside 1 queued: expected at most 1 together"));
+  EXPECT_EQ(report().jobs[0].job, JobId{2});
+  worker->pump(now);
+  EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted)
+      << "its blocks went back with the refusal";
+}
+
+}  // namespace
+}  // namespace kvprism
