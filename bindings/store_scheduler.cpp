@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "counters.h"
 #include "handles.h"
 #include "ids.h"
 #include "kvprism/backend/clock.h"
@@ -78,83 +79,6 @@ void add_problems_of(const KeySchema& schema, const StoreSchedulerOptions& optio
   } catch (const Error& error) {
     problems.append(error.problems());
   }
-}
-
-nb::dict sum_of(const DurationHistogram& times) {
-  nb::dict out;
-  out["count"] = times.count;
-  out["sum_us"] = times.sum_us;
-  return out;
-}
-
-nb::dict to_dict(const DurationHistogram& times) {
-  nb::dict out = sum_of(times);
-  for (std::size_t i = 0; i < times.counts.size(); ++i) {
-    const std::string bound = i < DurationHistogram::kBoundsUs.size()
-                                  ? std::to_string(DurationHistogram::kBoundsUs[i])
-                                  : "inf";
-    out[nb::str(("up_to_us_" + bound).c_str())] = times.counts[i];
-  }
-  return out;
-}
-
-nb::dict to_dict(const StoreSchedulerCounters& c) {
-  nb::dict ledger;
-  ledger["started"] = c.ledger.started;
-  ledger["outcomes"] = c.ledger.outcomes;
-  ledger["quiets"] = c.ledger.quiets;
-  ledger["expired"] = c.ledger.expired;
-  ledger["quarantined"] = c.ledger.quarantined;
-  ledger["late_notices"] = c.ledger.late_notices;
-  ledger["duplicate_notices"] = c.ledger.duplicate_notices;
-  ledger["unknown_notices"] = c.ledger.unknown_notices;
-  ledger["alive"] = c.ledger.alive;
-  ledger["blocks_held"] = c.ledger.blocks_held;
-  ledger["blocks_in_quarantine"] = c.ledger.blocks_in_quarantine;
-  nb::dict out;
-  out["lookups"] = c.lookups;
-  out["lookup_calls"] = c.lookup_calls;
-  out["lookup_keys"] = c.lookup_keys;
-  out["lookups_late"] = c.lookups_late;
-  out["lookups_failed"] = c.lookups_failed;
-  out["hit_tokens"] = c.hit_tokens;
-  out["loaded_tokens"] = c.loaded_tokens;
-  out["loads"] = c.loads;
-  out["loads_failed"] = c.loads_failed;
-  out["load_races"] = c.load_races;
-  out["saves"] = c.saves;
-  out["saved_objects"] = c.saved_objects;
-  out["duplicate_objects"] = c.duplicate_objects;
-  out["saved_bytes"] = c.saved_bytes;
-  out["loaded_objects"] = c.loaded_objects;
-  out["loaded_bytes"] = c.loaded_bytes;
-  out["save_chunks_failed"] = c.save_chunks_failed;
-  out["saves_dropped"] = c.saves_dropped;
-  out["saves_held_back"] = c.saves_held_back;
-  out["saves_known"] = c.saves_known;
-  out["hashes_refused"] = c.hashes_refused;
-  out["requests_replaced"] = c.requests_replaced;
-  out["tables_refused"] = c.tables_refused;
-  out["lookups_refused"] = c.lookups_refused;
-  out["offers_refused"] = c.offers_refused;
-  out["sources_skipped"] = c.sources_skipped;
-  out["reports_foreign"] = c.reports_foreign;
-  out["reports_malformed"] = c.reports_malformed;
-  out["chunks_avoided"] = c.chunks_avoided;
-  out["mismatches"] = c.mismatches;
-  out["objects_removed"] = c.objects_removed;
-  out["removals_failed"] = c.removals_failed;
-  out["health"] = c.health;
-  out["incidents"] = c.incidents;
-  out["lookup_time"] = sum_of(c.lookup_time);
-  out["load_time"] = sum_of(c.load_time);
-  out["save_time"] = sum_of(c.save_time);
-  out["purges"] = c.purges;
-  out["objects_purged"] = c.objects_purged;
-  out["changes_dropped"] = c.changes_dropped;
-  out["bypasses"] = c.bypasses;
-  out["ledger"] = ledger;
-  return out;
 }
 
 // Releasing the GIL costs more than copying a few hashes.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "counters.h"
 #include "handles.h"
 #include "kvprism/backend/clock.h"
 #include "whole.h"
@@ -20,45 +21,6 @@ namespace {
 nb::object report_or_none(const std::vector<std::byte>& report) {
   if (report.empty()) return nb::none();
   return nb::bytes(report.data(), report.size());
-}
-
-nb::dict summary(const DurationHistogram& times) {
-  nb::dict out;
-  out["count"] = times.count;
-  out["sum_us"] = times.sum_us;
-  return out;
-}
-
-nb::dict to_dict(const StoreWorkerCounters& c) {
-  nb::dict out;
-  out["plans"] = c.plans;
-  out["plans_refused"] = c.plans_refused;
-  out["plans_repeated"] = c.plans_repeated;
-  out["jobs"] = c.jobs;
-  out["gets"] = c.gets;
-  out["puts"] = c.puts;
-  out["segments"] = c.segments;
-  out["bytes_stored"] = c.bytes_stored;
-  out["bytes_fetched"] = c.bytes_fetched;
-  out["jobs_alive"] = c.jobs_alive;
-  out["unquiet_calls"] = c.unquiet_calls;
-  out["bytes_in_flight"] = c.bytes_in_flight;
-  out["saves_held_up"] = c.saves_held_up;
-  return out;
-}
-
-nb::dict to_dict(const StoreGroupCounters& c) {
-  nb::dict out;
-  out["stored_objects"] = c.stored_objects;
-  out["stored_bytes"] = c.stored_bytes;
-  out["loaded_objects"] = c.loaded_objects;
-  out["loaded_bytes"] = c.loaded_bytes;
-  out["missed_objects"] = c.missed_objects;
-  out["missed_bytes"] = c.missed_bytes;
-  out["failed_objects"] = c.failed_objects;
-  out["get_time"] = summary(c.get_time);
-  out["put_time"] = summary(c.put_time);
-  return out;
 }
 
 }  // namespace
