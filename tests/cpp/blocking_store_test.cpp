@@ -352,6 +352,7 @@ TEST(BlockingStore, ForkedChildIsRefused) {
   ASSERT_TRUE(ends.wait_quiet(1));
   const pid_t child = ::fork();
   if (child == 0) {
+    ::alarm(60);
     Completion completion;
     bool right = !start_put(*store, 2, batch_of({"b"}, memory.data(), 16)) &&
                  !store->poll_store(kNow, completion) &&

@@ -377,6 +377,7 @@ TEST_F(Mooncake, ForkedChildIsRefusedAndHarmless) {
   EXPECT_EQ(run.put({{"k", {{memory.at(0), 1 << 20}}}}), S{ItemStatus::kOk});
   const pid_t child = ::fork();
   if (child == 0) {
+    ::alarm(60);
     auto batch = batch_of({{"c", {{memory.at(0), 16}}}});
     const bool refused = !store->start_put(OpId{99}, batch, {0}, {1'000'000'000});
     store.reset();

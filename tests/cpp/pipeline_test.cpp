@@ -200,7 +200,7 @@ TEST_P(PipelineTest, AGroupOfOneStageIsSavedFoundAndLoadedThere) {
 
   TwoStages second(pool, 12, true, GetParam());
   EXPECT_EQ(second.look_up(60), 48u);
-  // Four prefixes of three groups: the full one on two stages, the others on one.
+  // Three prefixes of three groups: the full one on two stages, the others on one.
   EXPECT_EQ(second.scheduler->counters().lookup_keys, 3u * (2 + 1 + 1));
   const test::Rows rows({{10, 11, 12}, {0, 0, 13}, {0, 0, 14}});
   ASSERT_TRUE(second.scheduler->allocated(kRequest, 48, rows.get(), second.now).has_value());

@@ -252,6 +252,7 @@ TEST(RunRecord, AForkedChildNeitherWritesNorEndsTheRecording) {
   const auto in_child = [&](bool uses_it) {
     const pid_t child = ::fork();
     if (child == 0) {
+      ::alarm(60);
       if (uses_it) run(file->sink());
       file.reset();
       ::_exit(0);

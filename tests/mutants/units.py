@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,9 +56,7 @@ def build() -> Path:
         *(ROOT / folder for folder in ("cpp/include", "cpp/src", "third_party")),
         RELEASE / "generated/include",
     ]
-    common = (
-        ["ccache"] if subprocess.call(["which", "ccache"], stdout=subprocess.DEVNULL) == 0 else []
-    )
+    common = ["ccache"] if shutil.which("ccache") else []
     common += ["g++", "-std=c++20", "-O0", "-DFMT_HEADER_ONLY", "-include", str(BUILD / "mutant.h")]
     common += [f"-I{folder}" for folder in includes]
 
@@ -86,14 +85,17 @@ def build() -> Path:
 
 def passes(program: Path, number: int, test: str) -> bool:
     """Whether a test passes with one mistake, 0 for none."""
-    result = subprocess.run(
-        [str(program), f"--gtest_filter=*.{test}", "--gtest_brief=1"],
-        env={**os.environ, "KVPRISM_MUTANT": str(number)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    try:
+        result = subprocess.run(
+            [str(program), f"--gtest_filter=*.{test}", "--gtest_brief=1"],
+            env={**os.environ, "KVPRISM_MUTANT": str(number)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False  # a mistake may leave a gate closed
     if "0 tests ran" in result.stdout or "0 tests from" in result.stdout:
         fail(f"no test {test}")
     return result.returncode == 0

@@ -80,12 +80,12 @@ def works_again(engine: Engine, number: int) -> float:
         engine.worker.wait(0.5)
 
 
-def content(engine: Engine, tokens: list[int]) -> str:
+def content(engine: Engine, tokens: list[int], saved: Any) -> str:
     """What the store has of a prompt: "right" or "absent", compared with what was saved."""
     end = engine.loaded(tokens)
     if end is None or end.valid_tokens == 0:
         return "absent"
-    right = engine.memory[:, TARGETS] == engine.memory[:, SOURCES]
+    right = engine.memory[:, TARGETS] == saved
     whole = end.valid_tokens // BLOCK
     assert right[:, :whole].all(), f"of {end.valid_tokens} tokens some bytes are others"
     return "right" if end.complete else f"right for {end.valid_tokens} tokens"
@@ -131,12 +131,17 @@ def interrupted(
         others = [b for b in range(guard.shape[1]) if b not in TARGETS]
         assert (engine.memory[:, others] == guard[:, others]).all()
         engine.scheduler.finished(request)
+        saved = engine.memory[:, SOURCES].copy()
+        if not load:
+            engine.memory[:, SOURCES] ^= 0xFF  # who reads them from now on stores other bytes
         # Before and after the store works again: late bytes must not make it anything else.
-        stored = [content(engine, tokens)] if not load else []
+        stored = [content(engine, tokens, saved)] if not load else []
         again_after = works_again(engine, 10)
         if not load:
-            stored.append(content(engine, tokens))
-            while engine.stored(tokens) != 3 or content(engine, tokens) != "right":
+            stored.append(content(engine, tokens, saved))
+            engine.memory[:, SOURCES] = saved
+            begin = time.monotonic()
+            while engine.stored(tokens) != 3 or content(engine, tokens, saved) != "right":
                 assert time.monotonic() - begin < BOUND_SECONDS, engine.scheduler.health()
                 engine.end = time.monotonic() + BOUND_SECONDS
                 engine.worker.wait(0.5)

@@ -124,7 +124,7 @@ def test_names_and_hits_are_the_same_and_each_continues_from_the_other(
     asked = hashes([prompt for each in rounds() for prompt in each], UNITS[name])
     assert {hash_of(key) for key in our_objects} <= asked
     both = our_objects.keys() & their_objects.keys()
-    assert {our_objects[key] for key in both} == {their_objects[key] for key in both}
+    assert {key: our_objects[key] for key in both} == {key: their_objects[key] for key in both}
     # Windows are also kept where a prompt leaves what others have stored, and then found (D16).
     more = our_objects.keys() - their_objects.keys()
     assert {group_of(key) for key in more} <= set(WINDOWS.get(name, ()))
