@@ -58,9 +58,12 @@ HashArray hashes_of(BoundHasher& bound, nb::handle tokens, const Whole<std::uint
   append_tokens(tokens, "tokens", ids);
   HashExtras extras;
   if (lora) extras.lora = LoraAdapter{std::move(lora->first), std::move(lora->second)};
-  for (Item& item : items)
-    extras.items.push_back({std::move(std::get<0>(item)), std::get<1>(item)("items[].offset"),
-                            std::get<2>(item)("items[].length")});
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    auto& [identifier, offset, length] = items[i];
+    const std::string path = "items[" + std::to_string(i) + "]";
+    extras.items.push_back({std::move(identifier), offset((path + ".offset").c_str()),
+                            length((path + ".length").c_str())});
+  }
   extras.cache_salt = std::move(cache_salt);
   std::optional<BufferView> embeds;
   if (!prompt_embeds.is_none()) {

@@ -33,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
         if result["ignored_bytes"]:
             print(f"{result['ignored_bytes']} bytes of a last call that was cut off were ignored")
         if not result["ended"]:
-            print("the recording has no end: its program was killed, or its disk was full")
+            print(
+                "the recording has no end: its program was killed or still runs, its disk was full,"
+                " or its scheduler was not destroyed"
+            )
         if result["recorded_by"] != result["repeated_by"]:
             print(f"recorded by {result['recorded_by']}, repeated by {result['repeated_by']}")
         print("the same" if result["same"] else f"DIFFERENT: {result['difference']}")

@@ -241,7 +241,7 @@ TEST(Preflight, RdmaWithoutDevicesIsRefusedBeforeAnythingIsOpened) {
 TEST(Preflight, MemoryLockSaysNumbersAndCure) {
   const auto check = [](std::uint64_t limit, std::vector<std::uint64_t> lengths, bool privileged,
                         std::uint32_t devices) {
-    return detail::check_registration(lengths, {limit, privileged, devices, 0, 0});
+    return detail::check_registration(lengths, {limit, privileged, devices});
   };
   constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
   EXPECT_TRUE(check(65536, {65536}, false, 1).empty());
@@ -259,27 +259,6 @@ TEST(Preflight, MemoryLockSaysNumbersAndCure) {
   ASSERT_EQ(check(4 << 20, {(1 << 20) + 1}, false, 4).size(), 1u);
   EXPECT_EQ(check(4 << 20, {(1 << 20) + 1}, false, 4)[0].expected,
             "at least 1048577 bytes, which RDMA must lock for each of 4 devices");
-}
-
-TEST(Registration, MoreRegionsThanADeviceTakesAreToldWithBothNumbers) {
-  // A pool of 700 GiB in pieces of 2 GiB, as one was reported.
-  const std::uint64_t pool[] = {std::uint64_t{700} << 30};
-  detail::RegistrationFacts facts;
-  facts.max_region_bytes = std::uint64_t{2} << 30;
-  facts.max_regions = 350;
-  EXPECT_TRUE(detail::check_registration(pool, facts).empty());
-  facts.max_regions = 349;
-  const auto problems = detail::check_registration(pool, facts);
-  ASSERT_EQ(problems.size(), 1u);
-  EXPECT_EQ(problems[0].path, "registrations");
-  EXPECT_EQ(problems[0].value, "350");
-  EXPECT_EQ(problems[0].expected, "at most 349 that the device takes");
-  EXPECT_NE(problems[0].hint.find("max_region_bytes"), std::string::npos);
-  EXPECT_EQ(detail::pieces_of(5, 2), 3u);
-  EXPECT_EQ(detail::pieces_of(4, 2), 2u);
-  EXPECT_EQ(detail::pieces_of(5, 0), 1u);
-  EXPECT_EQ(detail::pieces_of(std::numeric_limits<std::uint64_t>::max(), 2),
-            std::uint64_t{1} << 63);
 }
 
 TEST(Registration, PiecesCoverARegionAndNoPartOfASegmentCrossesThem) {

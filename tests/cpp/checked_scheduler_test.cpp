@@ -389,6 +389,14 @@ TEST_F(CheckedSchedulerTest, BlocksAreHeldBeforeOthersAreFreed) {
   EXPECT_THAT(released_, IsEmpty());
 }
 
+TEST_F(CheckedSchedulerTest, ARequestWhoseFirstLookupIsRefusedCanBeFinished) {
+  const Hashes four(4, 1);
+  EXPECT_THAT(refusal([&] { scheduler_.lookup(kRequest, 64, four.list(3), 0, now_); }),
+              ::testing::HasSubstr("lookup(request 7) = hashes 3 to 4 of 16 bytes"));
+  scheduler_.finished(kRequest, FinishReason::kAborted);
+  EXPECT_EQ(scheduler_.tracked(), 0u);
+}
+
 TEST_F(CheckedSchedulerTest, HashesContinueThoseThatAreKnown) {
   scheduler_.advanced(kRequest, 16, hashes_.list());
   const Hashes four(4, 1);

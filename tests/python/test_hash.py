@@ -151,7 +151,7 @@ def test_embeddings_are_rows() -> None:
         ({"first": 1}, "first = 1: expected a multiple of 2"),
         ({"first": 2, "parent": b"short"}, "parent = 5 bytes: expected 32 bytes, the hash of"),
         ({"first": 2, "parent": np.zeros((32, 2), np.uint8)[:, 0]}, "expected bytes or a contig"),
-        ({"items": [("picture", -1, 2)]}, r"items\[\].offset = -1: expected a whole number"),
+        ({"items": [("a", 0, 1), ("b", -1, 2)]}, r"items\[1\].offset = -1: expected a whole"),
         ({"tokens": [0, -1]}, r"tokens\[1\] = -1: expected a token id from 0 to 4294967295"),
     ],
 )

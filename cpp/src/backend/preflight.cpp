@@ -166,8 +166,7 @@ std::vector<Problem> check_locked_memory(const MooncakeOptions& options,
                                   ? list_rdma_devices(options.rdma_device_folder).size()
                                   : options.rdma_devices.size();
   return check_registration(lengths,
-                            {lock.limit, lock.privileged, static_cast<std::uint32_t>(devices),
-                             options.max_region_bytes, 0});
+                            {lock.limit, lock.privileged, static_cast<std::uint32_t>(devices)});
 }
 
 }  // namespace kvprism::detail

@@ -10,11 +10,7 @@ std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,
   std::vector<Problem> problems;
   const std::uint64_t devices = std::max<std::uint32_t>(1, facts.devices);
   std::uint64_t bytes = 0;
-  std::uint64_t pieces = 0;
-  for (const std::uint64_t length : lengths) {
-    bytes += length;
-    pieces += pieces_of(length, facts.max_region_bytes);
-  }
+  for (const std::uint64_t length : lengths) bytes += length;
   // Compared without a product, which could overflow.
   if (!facts.privileged && bytes > facts.lock_limit / devices) {
     const std::string times =
@@ -24,12 +20,6 @@ std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,
          "at least " + std::to_string(bytes) + " bytes, which RDMA must lock" + times,
          "raise it with `ulimit -l unlimited`; in a container start it with `--ulimit memlock=-1` "
          "or the capability IPC_LOCK"});
-  }
-  if (facts.max_regions != 0 && pieces > facts.max_regions) {
-    problems.push_back(
-        {"registrations", std::to_string(pieces),
-         "at most " + std::to_string(facts.max_regions) + " that the device takes",
-         "allow longer ones (max_region_bytes), or give the cache in fewer tensors"});
   }
   return problems;
 }

@@ -16,16 +16,8 @@ namespace kvprism::detail {
 struct RegistrationFacts {
   std::uint64_t lock_limit = std::numeric_limits<std::uint64_t>::max();  // bytes, RLIMIT_MEMLOCK
   bool privileged = false;                                               // exempt from it
-  std::uint32_t devices = 1;           // each locks a registered page of its own account
-  std::uint64_t max_region_bytes = 0;  // of one registration; 0: no limit
-  std::uint64_t max_regions = 0;       // of a device; 0: no limit
+  std::uint32_t devices = 1;  // each locks a registered page of its own account
 };
-
-// Registrations that a region of so many bytes becomes.
-constexpr std::uint64_t pieces_of(std::uint64_t bytes, std::uint64_t max_region_bytes) noexcept {
-  if (max_region_bytes == 0) return 1;
-  return bytes / max_region_bytes + (bytes % max_region_bytes != 0 ? 1 : 0);
-}
 
 // What is wrong with registering regions of these lengths, all together.
 std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,

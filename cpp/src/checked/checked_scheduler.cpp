@@ -251,11 +251,14 @@ LookupResult CheckedScheduler::lookup(RequestId request, std::uint32_t prompt_to
     call.refuse("local hit of " + tokens(local_tokens), "a multiple of " + tokens(step));
   }
   call.needs_hashes(hashes);
+  // The scheduler remembers the request also when it refuses the hashes.
+  Known& known = call.known();
+  known.answered = false;
+  known.wanted = {};
   const StoreSchedulerCounters before = counters();
   const LookupResult result =
       StoreScheduler::lookup(request, prompt_tokens, hashes, local_tokens, now);
   call.check_hashes(before, hashes);
-  Known& known = call.known();
   known.answered = !result.pending;
   known.local = local_tokens;
   known.offered = result.external_tokens;

@@ -143,11 +143,12 @@ struct StoreScheduler::Impl {
         step_tokens(schema->projection().scheduler_block_size()),
         hash_tokens(schema->projection().hash_block_size()),
         fine(search.grid().alignment < step_tokens),
-        // Answers to another scheduler's questions may still come: numbers tell them apart.
+        // Answers to another scheduler's questions may still come: numbers tell them apart, also
+        // where epochs are neighbours.
         desk(schema,
              recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
                       : std::move(index),
-             wanted.epoch),
+             wanted.epoch * 0x9e3779b97f4a7c15),
         ledger({wanted.ranks, wanted.quarantine_after}),
         builder(plan),
         saved_prefixes(wanted.saved_fresh_for, 1 << 16),

@@ -287,7 +287,7 @@ void StoreScheduler::finished(RequestId id, FinishReason how) {
   impl_->requests.erase(raw(id));
 }
 
-// A load that finds damage tells it and has it removed, also when nobody waits for it any more.
+// Damage that a load finds is counted and removed, also when nobody waits for it any more.
 void StoreScheduler::Impl::leave_to_load(RequestId id, Request& request) {
   for (auto& [job, load] : loads) {
     if (load.request != id || load.generation != request.generation || load.reported) continue;

@@ -91,7 +91,10 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
     if (full || !put) break;
     ++it;
   }
-  if (!call) return false;
+  if (!call) {
+    if (put) held_up = false;  // what waited has expired
+    return false;
+  }
   call->put = put;
   call->began = now;
   const OpId op{next_op++};

@@ -238,8 +238,7 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         512,
         "segments",
-        "Pieces of memory per call. A call of more than 512 is made in parts, which Mooncake's TCP "
-        "queue bears.",
+        "Pieces of memory per call; more than the store takes (Mooncake: 512) acts as that.",
         least=1,
     ),
     Option("max_bytes_per_call", "bytes", 64 * MIB, "bytes", "Bytes per call.", least=1),

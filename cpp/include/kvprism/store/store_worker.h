@@ -30,7 +30,8 @@ struct StoreWorkerOptions {
   std::uint32_t max_gets_in_flight = 4;  // calls
   std::uint32_t max_puts_in_flight = 2;
   // Bytes of calls that are not quiet, gets and puts together. No put starts that would make them
-  // more, unless it is alone; gets start regardless, and before puts. 0: no limit.
+  // more while a call without an outcome is open; it waits, and expires with its job. Gets start
+  // regardless, and before puts. 0: no limit.
   std::uint64_t max_bytes_in_flight = 1ull << 30;
   std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
 };
@@ -76,9 +77,12 @@ struct StoreGroupCounters {
 // says that nothing is unquiet. Threads: submit and poll from any thread; pump and close from one.
 class KVPRISM_API StoreWorker {
  public:
-  // Registers the map's regions with the store. Throws Error with all problems; with key schema
-  // `vllm` also where an object would not have the reference's bytes: stored groups that do not
-  // overlay each other layer by layer, a stride that is not the page, rows with gaps.
+  // Registers the map's regions with the store. Throws Error with all problems: options out of
+  // range, a store that another worker uses, a map whose groups hold other bytes than the schema's
+  // or other layers than `pipeline_stages` tells, a block of more segments than the store takes in
+  // a call. With key schema `vllm` also where an object would not have the reference's bytes:
+  // stored groups that do not overlay each other layer by layer, a stride that is not the page,
+  // rows with gaps, several layers and heads in BHLNC, no stored layer, fewer than 3 blocks.
   StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
               std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options);
   ~StoreWorker();
