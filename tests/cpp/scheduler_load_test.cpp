@@ -435,5 +435,24 @@ TEST_F(SchedulerTest, QuarantineHoldsTheBlocksAndMayDetachTheLoad) {
   }
 }
 
+TEST_F(SchedulerTest, WhatADetachedLoadFoundGoneIsSavedAnew) {
+  StoreSchedulerOptions options;
+  options.detach_quarantined_loads = true;
+  build({test::full_group(16)}, options);
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  const Rows rows({{1, 2, 3, 4}});
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  report(*scheduler->allocated(kRequest, 64, rows.get(), now), JobOutcome::kOk, true);
+  scheduler->preempted(kRequest);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  report(*scheduler->allocated(kRequest, 64, rows.get(), now), JobOutcome::kPartial, false,
+         {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  now = now + options.quarantine_after;
+  scheduler->end_step(now);
+  scheduler->advanced(kRequest, 64, HashList{});
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{16, 64}));
+}
+
 }  // namespace
 }  // namespace kvprism

@@ -158,7 +158,7 @@ void JobJudge::planned(const StepPlan& plan) {
         }
         std::string content(hash.begin(), hash.end());
         content += number(raw(run.group));
-        if (record.kind == JobKind::kLoad) check_damaged(record, content);
+        if (record.kind == JobKind::kLoad) check_unloadable(record, run.group, content);
         // A block that is used in part may lie under a longer prefix.
         const std::uint32_t size = chunk_tokens_[raw(run.group)];
         const std::uint32_t used = i + 1 < run.count ? size : run.valid_tokens_last;
@@ -232,7 +232,9 @@ void JobJudge::purged() {
   asked_.clear();
   owed_.clear();
   owed_gone_.clear();
+  confirmed_.clear();
   damaged_.clear();
+  avoided_.assign(kAvoided, {});
   purging_ = true;
   for (const auto& [job, request] : open_loads_) overtaken_loads_.insert(job);
 }

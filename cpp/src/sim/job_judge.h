@@ -10,6 +10,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "kvprism/sim/engine_observer.h"
@@ -50,6 +51,10 @@ class JobJudge final : public EngineObserver {
   void removing(std::string_view key);
   // And it has been: what is stored under that name now is another one.
   void removed(std::string_view key, bool still_there);
+  // A new object is in the store: the one of its name that was damaged has gone.
+  void stored_anew(std::string_view key);
+  // The request whose load has found damage since the last call; 0: none.
+  RequestId take_finder() noexcept { return std::exchange(finder_, RequestId{}); }
   // After an event: damage that was reported leads to removals, and nothing else does.
   std::string check_removals();
   bool loading(RequestId request) const;
@@ -75,6 +80,7 @@ class JobJudge final : public EngineObserver {
 
  private:
   static constexpr std::uint32_t kMaxRanks = 4;
+  static constexpr std::size_t kAvoided = 1024;
 
   // One chunk of a save, and the name of its content: the group and the hash of its prefix.
   struct Piece {
@@ -112,7 +118,15 @@ class JobJudge final : public EngineObserver {
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
-  void check_damaged(const JobRecord& record, const std::string& content);
+  void check_unloadable(const JobRecord& record, StoreIndex group, const std::string& content);
+  // Of chunks whose load has failed; a smaller one than the scheduler's forgets all that it does.
+  struct Avoided {
+    std::string content;  // "": unknown which
+    Instant at{INT64_MIN / 2};
+  };
+  Avoided& avoided(StoreIndex group, const std::string& content);
+  void avoid(StoreIndex group, const std::string& content);
+  void avoid_failed(const Job& job, bool told);
   void save_delivered(Job& job, bool counts, bool present);
   void load_delivered(Job& job, bool in_time, bool present);
   void owe_gone(const Job& job, bool present);
@@ -169,7 +183,9 @@ class JobJudge final : public EngineObserver {
 
   // Damage: what a load has told of an object of one rank.
   std::unordered_map<std::string, Instant> damaged_;  // by content
-  std::unordered_set<std::string> must_go_;           // places, in this event
+  std::vector<Avoided> avoided_{kAvoided};
+  RequestId finder_{};
+  std::unordered_set<std::string> must_go_;  // places, in this event
   std::unordered_set<std::string> may_go_;
   std::unordered_set<std::string> going_;
   std::vector<std::int64_t> held_;      // acquired and not released, by block

@@ -4,6 +4,7 @@
 
 #include "kvprism/io/object_store.h"
 #include "sim/job_judge.h"
+#include "store/recent_prefixes.h"
 
 namespace kvprism::sim {
 namespace {
@@ -91,6 +92,8 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
 }
 
 void JobJudge::save_delivered(Job& job, bool counts, bool present) {
+  // What ends while a purge waits for it is void, as is all before it.
+  if (purging_) job.pieces.clear();
   for (Piece& piece : job.pieces) {
     const bool failed = std::any_of(job.failed.begin(), job.failed.end(), [&](const Failed& one) {
       return one.chunk.group == piece.group && one.chunk.chunk == piece.chunk;
@@ -98,7 +101,7 @@ void JobJudge::save_delivered(Job& job, bool counts, bool present) {
     if (!failed && !job.whole) {
       stored_.insert(piece.content);
       confirmed_.insert(piece.content);
-      if (options_.tell_changes && counts && job.named && !purging_) ++owed_[piece.content];
+      if (options_.tell_changes && counts && job.named) ++owed_[piece.content];
     }
     if (failed && !job.hand_off && counts && present) {
       holes_[raw(job.request)].push_back(
@@ -109,6 +112,9 @@ void JobJudge::save_delivered(Job& job, bool counts, bool present) {
 }
 
 void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
+  // A load that was given up knows no key once its request has left.
+  const bool known = present || !options_.detach_quarantined_loads;
+  avoid_failed(job, in_time && !job.whole && known);
   for (const Failed& one : job.failed) {
     const auto status = static_cast<ItemStatus>(one.chunk.status);
     if (status != ItemStatus::kChecksumMismatch) continue;
@@ -121,11 +127,10 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
         place_name(stored, one.rank / tp_, objects_.shard_of(stored, one.rank % tp_),
                    std::string_view(piece->content).substr(0, sizeof(BlockHash)));
     may_go_.insert(place);
-    if (!in_time || job.whole) continue;
-    // A load that was given up knows no key once its request has left.
-    if (!present && options_.detach_quarantined_loads) continue;
+    if (!in_time || job.whole || !known) continue;
     must_go_.insert(place);
     damaged_[piece->content] = now_;
+    finder_ = job.request;
     // Whoever computes it anew stores it anew.
     stored_.erase(piece->content);
     if (present && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
@@ -210,8 +215,11 @@ void JobJudge::removing(std::string_view key) {
 
 void JobJudge::removed(std::string_view key, bool still_there) {
   if (still_there) fail("mismatch", "a removed object is there: " + std::string(key));
+}
+
+void JobJudge::stored_anew(std::string_view key) {
   ObjectPlace place;
-  if (!objects_.read_key(key, place).empty()) return;
+  if (damaged_.empty() || !objects_.read_key(key, place).empty()) return;
   std::string content(place.hash.begin(), place.hash.end());
   damaged_.erase(content + number(place.stored));
 }
@@ -230,12 +238,59 @@ std::string JobJudge::check_removals() {
   return wrong;
 }
 
-void JobJudge::check_damaged(const JobRecord& record, const std::string& content) {
-  const auto damaged = damaged_.find(content);
-  if (damaged == damaged_.end()) return;
+JobJudge::Avoided& JobJudge::avoided(StoreIndex group, const std::string& content) {
+  const auto* const hash = reinterpret_cast<const std::uint8_t*>(content.data());
+  return avoided_[detail::RecentPrefixes::tag_of({hash, sizeof(BlockHash)}, group) % kAvoided];
+}
+
+void JobJudge::avoid(StoreIndex group, const std::string& content) {
+  Avoided& slot = avoided(group, content);
+  // In which order one event's chunks come is the scheduler's affair.
+  const bool alone = slot.at != now_ || slot.content == content;
+  slot = {alone ? content : "", now_};
+}
+
+// What has failed here may fail for all who ask, but for what the next lookup sees by itself (R41).
+void JobJudge::avoid_failed(const Job& job, bool told) {
+  const auto seen_by_lookups = [](const Failed& one) {
+    const auto status = static_cast<ItemStatus>(one.chunk.status);
+    return status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
+           status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled;
+  };
+  for (const Piece& piece : job.pieces) {
+    bool failed = false;
+    // One that was damaged is absent until somebody stores it anew, and forgotten once it is
+    // removed.
+    bool certain = told && !damaged_.contains(piece.content);
+    for (const Failed& one : job.failed) {
+      if (one.chunk.group != piece.group || one.chunk.chunk != piece.chunk) continue;
+      failed = true;
+      certain &= !seen_by_lookups(one) &&
+                 static_cast<ItemStatus>(one.chunk.status) != ItemStatus::kChecksumMismatch;
+    }
+    if (!failed) continue;
+    if (certain) {
+      avoid(piece.group, piece.content);
+    } else {
+      avoided(piece.group, piece.content) = {"", now_};
+    }
+  }
+}
+
+void JobJudge::check_unloadable(const JobRecord& record, StoreIndex group,
+                                const std::string& content) {
   const auto asked = asked_at_.find(raw(record.request));
-  if (asked == asked_at_.end() || asked->second <= damaged->second) return;
-  if (now_ < damaged->second + options_.avoid_failed_for) {
+  if (asked == asked_at_.end()) return;
+  const auto lately = [&](Instant failed) {
+    return failed < asked->second && now_ < failed + options_.avoid_failed_for;
+  };
+  const Avoided& slot = avoided(group, content);
+  if (slot.content == content && lately(slot.at)) {
+    fail("avoided", "load job " + number(raw(record.id)) +
+                        " names an object whose load had failed before it was asked for");
+  }
+  const auto damaged = damaged_.find(content);
+  if (damaged != damaged_.end() && lately(damaged->second)) {
     fail("mismatch", "load job " + number(raw(record.id)) +
                          " names an object that was found damaged before it was asked for");
   }

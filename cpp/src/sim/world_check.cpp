@@ -26,6 +26,7 @@ void WorldRun::check() {
       version_, [&](std::string_view key, std::span<const std::byte> bytes) {
         const std::string wrong = objects_.check(key, bytes);
         if (!wrong.empty()) fail("object", wrong);
+        life_.judge->stored_anew(key);
         if (life_.watch->took_away(key)) count(WorldFault::kObjectReplaced);
         if (!config_.erase_objects) return;
         if (keys_.size() < 128) keys_.emplace_back();
@@ -161,6 +162,13 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
     // Accepted drafts carry a request past the end of an attention chunk, whose blocks are gone
     // then.
     if (group.kind == GroupModel::Kind::kChunk && config_.engine.draft_tokens != 0) continue;
+    // A hit at the end of such a chunk needs nothing of it.
+    if (group.kind == GroupModel::Kind::kChunk && end < done.start) continue;
+    // And past a window's end by as many, before the step that saves it.
+    if (group.kind == GroupModel::Kind::kWindow && end > done.size &&
+        missing.chunk < group.first_needed(end + config_.engine.draft_tokens)) {
+      continue;
+    }
     // Behind a step the block that proves a draft's window is gone before the next step is full.
     const bool behind = missing.chunk >= group.chunks(end);
     if (behind && group.kind != GroupModel::Kind::kFull && group.tokens < step_tokens_) continue;

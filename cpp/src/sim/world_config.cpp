@@ -279,6 +279,17 @@ void add_engine_facts(SeededRandom& random, CacheConfig& config) {
   if (config.parallel.tp == 2) config.parallel.pp = pick(random, std::array{1u, 1u, 2u});
 }
 
+// Where windows end is decided by what others have stored too: met more often. A draw of its own
+// leaves all others as they are.
+void retain_windows(SeededRandom random, CacheConfig& config) {
+  const auto has = [&](std::string_view kind) {
+    return std::any_of(config.groups.begin(), config.groups.end(),
+                       [&](const GroupConfig& group) { return first_spec(group).kind == kind; });
+  };
+  if (has("sliding_window") && has("full_attention") && random.chance(1, 2))
+    config.prefix_cache_retention_interval = 0;
+}
+
 // A window keeps as much longer as drafts may be accepted at once.
 void allow_drafts(SeededRandom& random, WorldConfig& config) {
   if (!random.chance(1, 3)) return;
@@ -319,6 +330,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
   WorldConfig config;
   config.cache = random.chance(1, 8) ? vllm_config(random) : cache_config(random);
   add_engine_facts(random, config.cache);
+  retain_windows(SeededRandom(seed ^ 0x77696e646f77ull), config.cache);
   allow_drafts(random, config);
   config.stages = cut_into_stages(random, config.cache);
   config.clean = random.chance(1, 4);

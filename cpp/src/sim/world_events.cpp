@@ -94,6 +94,7 @@ void WorldRun::deliver_event() {
   }
   while (stale_.size() > 4) stale_.pop_front();
   if (!bytes_.empty()) life_.engine->deliver(bytes_, now_);
+  follow_damage();
 }
 
 bool WorldRun::leaving(RequestId request) const {
@@ -130,6 +131,24 @@ void WorldRun::submit(RequestId id) {
     request.prompt.push_back(token());
   }
   if (request.prompt.empty()) request.prompt.push_back(token());
+  submit(std::move(request));
+}
+
+// Somebody asks for what has just been found damaged.
+void WorldRun::follow_damage() {
+  const auto found = prompts_.find(raw(life_.judge->take_finder()));
+  if (found == prompts_.end() || found->second.empty() ||
+      life_.engine->unfinished() >= config_.max_requests || event_ > options_.events) {
+    return;
+  }
+  Request request;
+  request.id = RequestId{next_request_++};
+  request.prompt = found->second;
+  request.prompt.push_back(token());
+  submit(std::move(request));
+}
+
+void WorldRun::submit(Request request) {
   request.max_new_tokens = static_cast<std::uint32_t>(random_.between(1, config_.max_new_tokens));
   trace("submit request " + std::to_string(raw(request.id)) + " of " +
         std::to_string(request.prompt.size()) + " tokens");

@@ -75,6 +75,8 @@ class WorldRun {
   bool leaving(RequestId request) const;
   void submit_event();
   void submit(RequestId id);
+  void submit(Request request);
+  void follow_damage();
   void abort_event();
   void object_event();
   void take_finished();

@@ -157,7 +157,9 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   result.request = load.request;
   result.job = id;
   result.blocks_quiet = quiet;
-  const bool whole = end.whole || load.overtaken;
+  const bool void_all = end.whole || load.overtaken;
+  // What is not quiet may still change, also where it seems to have arrived.
+  const bool whole = void_all || !quiet;
   if (whole) {
     result.valid_tokens = load.local;
   } else if (end.failed.empty()) {
@@ -202,7 +204,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   if (!load.overtaken) {
     // A lost race is no trouble of the store's.
     loads_fail = !result.complete &&
-                 (end.whole ||
+                 (end.whole || !quiet ||
                   std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
                     const auto status = static_cast<ItemStatus>(chunk.status);
                     return status != ItemStatus::kMissing && status != ItemStatus::kNotReady;
@@ -218,7 +220,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     if (result.complete && result.valid_tokens == prompt.boundary) {
       request->end_planned = prompt.proof;
     }
-    if (!whole) save_anew(*request, load, end);
+    if (!void_all) save_anew(*request, load, end);
     if (!result.complete && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;

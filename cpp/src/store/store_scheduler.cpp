@@ -166,10 +166,8 @@ void StoreScheduler::Impl::settle(Instant now) {
                     raw(event.job), raw(event.request),
                     options.quarantine_after.ns / 1'000'000'000));
     const auto load = loads.find(raw(event.job));
-    if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported) {
-      event.whole = true;  // the bytes may still change, also those that seem to have arrived
+    if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported)
       end_load(event.job, load->second, event, false, now);
-    }
   }
   while (ledger.take_quiet(event)) {
     flight.add(now, FlightKind::kQuiet, raw(event.job), event.blocks.size());

@@ -109,6 +109,7 @@ struct WorldResult {
 //                 that had computed tokens before it saves nothing until it is preempted
 //   mismatch      an object that a load found damaged is removed, of that rank and in the same
 //                 event, and nothing else is; nobody who asks later is offered it before
+//   avoided       nor is a chunk whose load has failed otherwise, for a while
 //   event         what the scheduler announces is what reports have said, by its right name
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
