@@ -282,10 +282,11 @@ Drawn draw(std::mt19937& random, bool drafts) {
   for (std::uint32_t g = 0, n = 1 + random() % 3; g < n; ++g) {
     const HitRule rules[] = {HitRule::kPrefix, HitRule::kLastState, HitRule::kWindow,
                              HitRule::kChunk};
-    // Hits end inside blocks only where every group can do that.
-    HitGroup group =
-        rule_group(rules[random() % (partial ? 2 : 4)], partial ? 8u : 4u << (random() % 2),
-                   1 + static_cast<std::uint32_t>(random() % 30));
+    const HitRule rule = rules[random() % 4];
+    // Hits end inside blocks only where every group can do that, or has blocks of one hash.
+    const bool whole = rule == HitRule::kWindow || rule == HitRule::kChunk;
+    const std::uint32_t size = partial ? (whole ? 4u : 8u) : 4u << (random() % 2);
+    HitGroup group = rule_group(rule, size, 1 + static_cast<std::uint32_t>(random() % 30));
     if (partial) group.unit_tokens = 4;
     group.draft = drafts && group.rule != HitRule::kChunk && random() % 2 == 0;
     groups.push_back(group);

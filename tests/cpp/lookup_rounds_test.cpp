@@ -47,9 +47,10 @@ struct Engine {
     asked.clear();
   }
 
-  std::string key(StoreIndex group, std::uint32_t tokens) const {
+  std::string key(StoreIndex group, std::uint32_t tokens, RankPosition rank = {}) const {
     KeySlots keys;
-    schema->append_key(keys, group, {}, hashes.list()[tokens / projection->hash_block_size() - 1]);
+    schema->append_key(keys, group, rank,
+                       hashes.list()[tokens / projection->hash_block_size() - 1]);
     return keys[0];
   }
   // On every shard.
@@ -118,8 +119,14 @@ Presence random_objects(Engine& engine, std::uint32_t tokens, std::uint32_t prob
       std::uint32_t percent = end > from && end <= stored ? 100 - holes : 5;
       if (end % group.chunk_tokens != 0) percent = percent * inside / 100;
       if (!odds.chance(percent)) continue;
-      if (end <= probed) presence.mark(index, unit);
-      engine.store->present[engine.key(index, end)] = 1;
+      // One of several stages may have lost what the others hold: then it counts for nothing.
+      bool whole = true;
+      for (const RankPosition& rank : engine.schema->shards(index)) {
+        const bool lost = engine.schema->shards(index).size() > 1 && odds.chance(3);
+        if (!lost) engine.store->present[engine.key(index, end, rank)] = 1;
+        whole &= !lost;
+      }
+      if (whole && end <= probed) presence.mark(index, unit);
     }
   }
   return presence;
@@ -136,8 +143,10 @@ void expect_loads_exist(Engine& engine, std::uint32_t hit, std::uint32_t local) 
     const std::uint32_t chunk_tokens = engine.search.groups()[raw(run.group)].chunk_tokens;
     for (std::uint32_t i = 0; i < run.count; ++i) {
       const std::uint32_t mark = plan.mark_tokens[run.first_mark + i];
-      EXPECT_TRUE(engine.store->present.contains(engine.key(run.group, mark)))
-          << "group " << raw(run.group) << " at " << mark;
+      for (const RankPosition& rank : engine.schema->shards(run.group)) {
+        EXPECT_TRUE(engine.store->present.contains(engine.key(run.group, mark, rank)))
+            << "group " << raw(run.group) << " at " << mark << " on stage " << rank.pp;
+      }
       EXPECT_GE(mark, std::min(hit, (run.first_chunk + i + 1) * chunk_tokens));
     }
   }
@@ -158,16 +167,22 @@ TEST(LookupRounds, FindWhatAskingForEverythingWould) {
   std::uint32_t hits = 0;
   std::uint32_t twice = 0;
   std::uint32_t inside = 0;
+  std::uint32_t staged = 0;
   for (CacheConfig config : configs) {
-    for (int flags = 0; flags < 3; ++flags) {
+    for (int flags = 0; flags < 6; ++flags) {
       // None, every group's and one group's draft layers.
-      config.use_eagle = flags != 0;
-      config.groups[0].is_eagle_group = flags == 2;
+      config.use_eagle = flags % 3 != 0;
+      config.groups[0].is_eagle_group = flags % 3 == 2;
+      // Two pipeline stages: the first group is on both, the others on one.
+      const bool stages = flags >= 3;
+      config.parallel.pp = stages ? 2 : 1;
+      for (std::uint32_t g = 1; stages && g < config.groups.size(); ++g)
+        config.groups[g].pipeline_stages = {g % 2};
       Engine engine(config, kTokens / *config.hash_block_size);
       const HitGrid& grid = engine.search.grid();
       bool drafts = false;
       for (const HitGroup& group : engine.search.groups()) drafts |= group.draft;
-      for (int at = 0; at < 300; ++at) {
+      for (int at = 0; at < 200; ++at) {
         engine.forget();
         const std::uint32_t prompt = 1 + odds.below(kTokens);
         const std::uint32_t hashed = prompt - prompt % grid.alignment;
@@ -184,6 +199,7 @@ TEST(LookupRounds, FindWhatAskingForEverythingWould) {
         twice += engine.scheduler->counters().lookup_calls == 2 ? 1 : 0;
         if (hit <= local) continue;
         ++hits;
+        staged += stages ? 1 : 0;
         inside += hit % grid.step != 0 ? 1 : 0;
         expect_loads_exist(engine, hit, local);
       }
@@ -193,6 +209,7 @@ TEST(LookupRounds, FindWhatAskingForEverythingWould) {
   EXPECT_GT(hits, 1000u);
   EXPECT_GT(twice, 300u);
   EXPECT_GT(inside, 300u);
+  EXPECT_GT(staged, 300u);
 }
 
 // An object behind the end of the hit, in the chunk where it ends, holds it.
