@@ -182,7 +182,7 @@ TEST(LookupRounds, FindWhatAskingForEverythingWould) {
       const HitGrid& grid = engine.search.grid();
       bool drafts = false;
       for (const HitGroup& group : engine.search.groups()) drafts |= group.draft;
-      for (int at = 0; at < 200; ++at) {
+      for (int at = 0; at < 120; ++at) {
         engine.forget();
         const std::uint32_t prompt = 1 + odds.below(kTokens);
         const std::uint32_t hashed = prompt - prompt % grid.alignment;
