@@ -46,7 +46,7 @@ def main() -> None:
         if order["reset"]:
             engine_run.empty_prefix_cache(llm)
         parameters = SamplingParams(
-            temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=0
+            temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=2
         )
         at, cpu = time.monotonic(), time.process_time()
         prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]

@@ -47,7 +47,7 @@ def run(task: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=task["model"], **arguments)
     started = time.monotonic()
     parameters = SamplingParams(
-        temperature=0.0, max_tokens=task.get("max_tokens", 16), ignore_eos=True, logprobs=0
+        temperature=0.0, max_tokens=task.get("max_tokens", 16), ignore_eos=True, logprobs=2
     )
     rounds = []
     hits_before = external_hits(llm)
@@ -114,12 +114,18 @@ def empty_prefix_cache(llm: Any) -> None:
 
 
 def describe(output: Any) -> dict[str, Any]:
+    """Of each token also by how much it was more likely than the next one."""
     choice = output.outputs[0]
+    likely = [
+        sorted((each.logprob for each in step.values()), reverse=True)
+        for step in (choice.logprobs or [])
+    ]
     return {
         "tokens": list(choice.token_ids),
         "finish": choice.finish_reason,
         "cached": output.num_cached_tokens,
         "logprobs": [next(iter(step.values())).logprob for step in (choice.logprobs or [])],
+        "margins": [best - second for best, second, *_ in likely],
     }
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvprism.local_mooncake import die_with_parent
+from kvprism.local_mooncake import LocalMooncake, die_with_parent
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
 # Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
@@ -212,6 +212,40 @@ def largest_logprob_difference(one: Mapping[str, Any], other: Mapping[str, Any])
             one["rounds"][0]["outputs"], other["rounds"][0]["outputs"], strict=True
         )
         for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=True)
+    )
+
+
+def where_they_part(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], near_tie: float
+) -> list[str]:
+    """Differences of answers to the same prompts, if rounding cannot explain them.
+
+    What follows a token that was more likely than the next by less than ``near_tie`` may differ:
+    logits depend on what else is in the batch.
+    """
+    found = []
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if (one["finish"], other["finish"]) != ("length", "length"):
+            found.append(f"prompt {number} ends with {one['finish']} and {other['finish']}")
+        pairs = zip(one["tokens"], other["tokens"], strict=False)
+        margins = zip(one["margins"], other["margins"], strict=False)
+        for at, ((a, b), both) in enumerate(zip(pairs, margins, strict=True)):
+            if min(both) < near_tie:
+                break
+            if a != b:
+                found.append(f"prompt {number}, token {at}: {a} and {b}, clear by {both}")
+                break
+    return found
+
+
+def patient_mooncake() -> LocalMooncake:
+    """A store for a slow machine.
+
+    By default the master lets go of what was looked up after 10 s, and a load that stood still for
+    longer fails; with vLLM's own policy that ends the request with an error.
+    """
+    return LocalMooncake(
+        storage_bytes=1 << 30, master_flags={"default_kv_lease_ttl": 600_000}, start_timeout=60.0
     )
 
 

@@ -2,26 +2,36 @@
 
 A prompt is computed in chunks, some requests are preempted, later ones continue earlier ones, and
 the engine's own cache is emptied between rounds. Then a new engine with each connector continues
-from what the other one has stored. What differs on purpose is in docs/differences.md.
+from what the other one has stored. The bytes of all blocks are compared (byte_watch.py): a wrong
+one is told from an answer that rounding has changed, and both from a request that was ended with an
+error, as the built-in connector does when a load fails. What differs on purpose is in
+docs/differences.md.
 """
 
 from __future__ import annotations
 
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import conftest
 import harness
 import pytest
-from harness import Engine
+from harness import LiveEngine
 from kvprism.local_mooncake import LocalMooncake
 from test_bytes import MODELS as SMALL
+from test_bytes import right
 from test_four_ways import BUILTIN, builtin_environment, objects_of
 from test_four_ways import MODELS as WHOLE
 
 # Tokens of a hash; the window groups, by their place among the stored ones.
 UNITS = {"llama": 32, "gemma3": 32, "ring_qwen3next": 256}
 WINDOWS = {"gemma3": ("0", "1")}
+LENGTH = 70
+# With bfloat16 what else is in the batch moves log-probabilities by 0.1, and there are ties. With
+# float32 it does not, and these prompts come to no near tie.
+NEAR_TIES = {"ring_qwen3next": 0.25}
 
 
 def rounds() -> list[list[list[int]]]:
@@ -45,39 +55,56 @@ def connect(mooncake: LocalMooncake, *, builtin: bool) -> dict[str, Any]:
     )
 
 
-def run(
-    name: str, mooncake: LocalMooncake, folder: Path, *, builtin: bool
-) -> tuple[list[Any], dict[str, int]]:
-    """Of each round what was cached of each prompt; and the names of all objects, with sizes."""
+@dataclass
+class Run:
+    """What an engine has answered in each round, and the pool's objects with their sizes."""
+
+    answers: list[list[dict[str, Any]]]
+    objects: dict[str, int]
+
+
+def run(name: str, mooncake: LocalMooncake, folder: Path, *, builtin: bool) -> Run:
+    """All rounds; the bytes of every block are what a model has left there."""
     engine, small = SMALL[name]
-    (result,) = harness.run_engines(
-        conftest.model(name),
-        [Engine(connect(mooncake, builtin=builtin), rounds=rounds(), reset=True)],
-        engine=engine | small,
-        max_tokens=70,
-        environment=builtin_environment(mooncake, folder),
-        abrupt=True,
-    )
-    answers = [
-        [(output["tokens"], output["cached"]) for output in each["outputs"]]
-        for each in result["rounds"]
-    ]
-    return answers, {key: len(value) for key, value in objects_of(mooncake).items()}
+    answers = []
+    with live(name, mooncake, folder, engine | small, builtin=builtin) as running:
+        for number, asked in enumerate(rounds()):
+            last = number + 1 == len(rounds())
+            answer = running.serve(asked, max_tokens=LENGTH, reset=number > 0, settle=last)
+            right(answer)
+            answers.append(answer["outputs"])
+        running.kill(signal.SIGKILL)  # the built-in connector may hang when it is closed
+    return Run(answers, {key: len(value) for key, value in objects_of(mooncake).items()})
 
 
 def continue_from(
     name: str, mooncake: LocalMooncake, folder: Path, *, builtin: bool
-) -> tuple[list[list[int]], int]:
+) -> tuple[list[dict[str, Any]], int]:
     """Answers to the first round's prompts, and how many tokens of them were in the store."""
-    (result,) = harness.run_engines(
+    with live(name, mooncake, folder, SMALL[name][0], builtin=builtin) as running:
+        answer = running.serve(rounds()[0], max_tokens=LENGTH)
+        right(answer, least=1)
+        running.kill(signal.SIGKILL)
+    return answer["outputs"], answer["hits"]
+
+
+def live(
+    name: str, mooncake: LocalMooncake, folder: Path, engine: dict[str, Any], *, builtin: bool
+) -> LiveEngine:
+    return LiveEngine(
         conftest.model(name),
-        [Engine(connect(mooncake, builtin=builtin), rounds=rounds()[:1])],
-        engine=SMALL[name][0],
-        max_tokens=70,
+        engine=engine,
+        connector=connect(mooncake, builtin=builtin),
         environment=builtin_environment(mooncake, folder),
-        abrupt=True,
+        watch=folder / "notes",
     )
-    return harness.tokens(result), harness.hits(result)
+
+
+def common(number: int, prompt: int) -> int:
+    """The longest beginning that a prompt shares with another one of its round, in tokens."""
+    mine, *others = rounds()[number][prompt:] + rounds()[number][:prompt]
+    pairs = [list(zip(mine, other, strict=False)) for other in others]
+    return max(next((at for at, (a, b) in enumerate(each) if a != b), len(each)) for each in pairs)
 
 
 def hashes(prompts: list[list[int]], unit: int) -> set[str]:
@@ -98,22 +125,42 @@ def hashes(prompts: list[list[int]], unit: int) -> set[str]:
 def test_names_and_hits_are_the_same_and_each_continues_from_the_other(
     name: str, tmp_path: Path
 ) -> None:
-    with LocalMooncake(storage_bytes=1 << 30) as one, LocalMooncake(storage_bytes=1 << 30) as other:
-        theirs, their_objects = run(name, one, tmp_path, builtin=True)
-        ours, our_objects = run(name, other, tmp_path, builtin=False)
-        we_read = continue_from(name, one, tmp_path, builtin=False)
-        they_read = continue_from(name, other, tmp_path, builtin=True)
-    answers = [[tokens for tokens, _ in each] for each in ours]
-    assert answers == [[tokens for tokens, _ in each] for each in theirs]
-    assert we_read == they_read == (answers[0], WHOLE[name][1])
-    # Of the first round only the engine itself has something, which is a matter of its schedule; so
-    # are its own large blocks of states in later ones.
-    pairs = [
-        (their_hit, our_hit)
-        for their_round, our_round in zip(theirs[1:], ours[1:], strict=True)
-        for (_, their_hit), (_, our_hit) in zip(their_round, our_round, strict=True)
+    one_folder, other_folder = tmp_path / "one", tmp_path / "other"
+    one_folder.mkdir()
+    other_folder.mkdir()
+    with harness.patient_mooncake() as one, harness.patient_mooncake() as other:
+        theirs = run(name, one, one_folder, builtin=True)
+        ours = run(name, other, other_folder, builtin=False)
+        we_read, our_hits = continue_from(name, one, one_folder, builtin=False)
+        they_read, their_hits = continue_from(name, other, other_folder, builtin=True)
+    near_tie = NEAR_TIES.get(name, 1e-4)
+    parts = [
+        harness.where_they_part(our_round, their_round, near_tie)
+        for our_round, their_round in zip(
+            [*ours.answers, we_read, they_read],
+            [*theirs.answers, ours.answers[0], ours.answers[0]],
+            strict=True,
+        )
     ]
-    assert sum(our_hit for _, our_hit in pairs) > 4000
+    assert not any(parts), parts
+    assert our_hits == their_hits == WHOLE[name][1]
+    if name not in NEAR_TIES:
+        assert min(min(each["margins"]) for answers in ours.answers for each in answers) > near_tie
+    # Of the first round only the engine itself has something, which is a matter of its schedule; so
+    # is what a prompt finds of another one of its round, and of its own large blocks of states.
+    pairs = [
+        (their_answer["cached"], our_answer["cached"], number, prompt)
+        for number in range(1, len(rounds()))
+        for prompt, (their_answer, our_answer) in enumerate(
+            zip(theirs.answers[number], ours.answers[number], strict=True)
+        )
+    ]
+    assert sum(our_hit for _, our_hit, *_ in pairs) > 4000
+    unequal = [
+        (their_hit, our_hit, number, prompt)
+        for their_hit, our_hit, number, prompt in pairs
+        if their_hit != our_hit and max(their_hit, our_hit) > common(number, prompt)
+    ]
 
     def hash_of(key: str) -> str:
         return key.rpartition("@")[2]
@@ -122,22 +169,22 @@ def test_names_and_hits_are_the_same_and_each_continues_from_the_other(
         return key.rpartition("@group:")[2].split("@")[0]
 
     asked = hashes([prompt for each in rounds() for prompt in each], UNITS[name])
-    assert {hash_of(key) for key in our_objects} <= asked
-    both = our_objects.keys() & their_objects.keys()
-    assert {key: our_objects[key] for key in both} == {key: their_objects[key] for key in both}
+    assert {hash_of(key) for key in ours.objects} <= asked
+    both = ours.objects.keys() & theirs.objects.keys()
+    assert {key: ours.objects[key] for key in both} == {key: theirs.objects[key] for key in both}
     # Windows are also kept where a prompt leaves what others have stored, and then found (D16).
-    more = our_objects.keys() - their_objects.keys()
+    more = ours.objects.keys() - theirs.objects.keys()
     assert {group_of(key) for key in more} <= set(WINDOWS.get(name, ()))
     if name in WINDOWS:
-        assert all(our_hit >= their_hit for their_hit, our_hit in pairs)
+        assert not [pair for pair in unequal if pair[1] < pair[0]]
     if name == "llama":
-        assert all(our_hit == their_hit for their_hit, our_hit in pairs)
-        assert {hash_of(key) for key in our_objects} == asked
+        assert not unequal
+        assert {hash_of(key) for key in ours.objects} == asked
     # After a preemption the built-in connector takes a part of the answer for prompt (D14).
     answered = [
-        prompt + tokens
-        for each, replies in zip(rounds(), answers, strict=True)
-        for prompt, tokens in zip(each, replies, strict=True)
+        prompt + answer["tokens"]
+        for each, answers in zip(rounds(), theirs.answers, strict=True)
+        for prompt, answer in zip(each, answers, strict=True)
     ]
-    less = {hash_of(key) for key in their_objects.keys() - our_objects.keys()}
+    less = {hash_of(key) for key in theirs.objects.keys() - ours.objects.keys()}
     assert less <= hashes(answered, UNITS[name]) - asked
