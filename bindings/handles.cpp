@@ -16,6 +16,11 @@ namespace {
   fail(ErrorCode::kClosed, subject, {"state", "closed", "an open " + std::string(subject), {}});
 }
 
+[[noreturn]] void forked_error(const char* subject, const char* what) {
+  fail(ErrorCode::kClosed, subject,
+       {"process", "a forked child", std::string("the process that made the ") + what, {}});
+}
+
 }  // namespace
 
 StoreHandle::StoreHandle(std::shared_ptr<ObjectStore> store, std::shared_ptr<ObjectIndex> index)
@@ -80,7 +85,7 @@ BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
                                const StoreSchedulerOptions& wanted, std::uint32_t width,
                                const std::string& flight_record_path,
                                const std::optional<std::string>& record_to, bool checked)
-    : hash_width(width), handle_(store), index_(store->take_index()) {
+    : hash_width(width), handle_(store), index_(store->take_index()), owner_(getpid()) {
   try {
     StoreSchedulerOptions options = wanted;
     if (!flight_record_path.empty()) {
@@ -108,6 +113,7 @@ BoundScheduler::BoundScheduler(std::shared_ptr<const KeySchema> schema,
 
 const std::shared_ptr<StoreScheduler>& BoundScheduler::shared() {
   if (closed_) closed_error("store scheduler");
+  if (owner_ != getpid()) forked_error("store scheduler", "scheduler");
   return scheduler_;
 }
 
@@ -149,10 +155,7 @@ BoundWorker::~BoundWorker() {
 // The thread does not exist in a forked child, and Mooncake does not work there.
 void BoundWorker::check_open() const {
   if (closed_) closed_error("store worker");
-  if (owner_ != getpid()) {
-    fail(ErrorCode::kClosed, "store worker",
-         {"process", "a forked child", "the process that made the worker", {}});
-  }
+  if (owner_ != getpid()) forked_error("store worker", "worker");
 }
 
 PumpThread& BoundWorker::pump() {

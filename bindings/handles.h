@@ -103,6 +103,7 @@ class BoundScheduler {
   std::unique_ptr<RunFile> recording_;
   std::shared_ptr<StoreScheduler> scheduler_;
   CheckedScheduler* checked_ = nullptr;
+  const pid_t owner_;
   std::atomic<bool> closed_{false};
 };
 

@@ -493,13 +493,16 @@ Returns:
             const Use use(b);
             const EncodedBytes encoded(data, "data");
             const GilFree released;
-            use.with([&](auto& s) { s.report(encoded.bytes(), monotonic_now()); });
+            return use.with([&](auto& s) { return s.report(encoded.bytes(), monotonic_now()); });
           },
-          "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> None"),
+          "data"_a, nb::sig("def report(self, data: bytes | bytearray | memoryview) -> bool"),
           R"(Takes in reports of workers.
 
 Args:
-    data: One or several reports, one behind the other. Malformed ones are counted, never raised.)")
+    data: One or several reports, one behind the other. Malformed ones are counted, never raised.
+
+Returns:
+    False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.)")
       .def(
           "take_load_ends",
           [](BoundScheduler& b) {

@@ -126,7 +126,7 @@ def _main(arguments: list[str]) -> int:
         if error.filename is None:
             print(f"{name}: {error.strerror or error}", file=sys.stderr)
             return 1
-        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{name}: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
         return EXIT_UNUSABLE
 
 

@@ -1,4 +1,8 @@
 /* The C interface by itself: versions, sizes, null handles, errors, text. */
+#define _POSIX_C_SOURCE 200809L /* fork */
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "check.h"
 #include "kvprism/kvprism.h"
 
@@ -322,8 +326,42 @@ static void log_sinks(void) {
         "kvprism_set_log_sink: level = 5: expected 0 to 4");
 }
 
+/* It has neither the threads nor the connections of its parent. */
+static void forked_children(void) {
+  kvprism_projection* projection = projection_of(kConfig);
+  kvprism_key_schema* schema = schema_of(projection);
+  kvprism_store* store = NULL;
+  kvprism_memory_pool* pool = NULL;
+  OK(kvprism_memory_pool_new(NULL, &pool, &error));
+  OK(kvprism_memory_store_new(pool, &store, &error));
+  kvprism_scheduler_options options;
+  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
+  options.epoch = 7;
+  kvprism_scheduler* scheduler = NULL;
+  OK(kvprism_scheduler_new(schema, store, &options, &scheduler, &error));
+  const pid_t child = fork();
+  if (child == 0) {
+    const void* plan = NULL;
+    size_t length = 0;
+    FAILS(kvprism_scheduler_end_step(scheduler, 0, &plan, &length, &error), KVPRISM_CLOSED,
+          "kvprism_scheduler_end_step: scheduler = of another process: expected one that this "
+          "process has made (a forked child has none of its threads and connections)");
+    kvprism_scheduler* second = NULL;
+    CHECK(kvprism_scheduler_new(schema, store, &options, &second, NULL) == KVPRISM_CLOSED);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  kvprism_scheduler_free(scheduler);
+  kvprism_store_free(store);
+  kvprism_memory_pool_free(pool);
+  kvprism_key_schema_free(schema);
+  kvprism_projection_free(projection);
+}
+
 int main(void) {
   versions();
+  forked_children();
   absent_errors();
   struct_sizes();
   projections();

@@ -77,11 +77,11 @@ class CheckedSchedulerTest : public ::testing::Test {
   }
   // The message of the one problem.
   template <class Call>
-  static std::string refusal(Call&& call) {
+  static std::string refusal(Call&& call, ErrorCode code = ErrorCode::kInvalidArgument) {
     try {
       call();
     } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_EQ(error.code(), code);
       return error.what();
     }
     return "not refused";
@@ -415,6 +415,9 @@ TEST_F(CheckedSchedulerTest, HashesContinueThoseThatAreKnown) {
   EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, foreign.list(), 0, now_); }),
             "scheduler call: lookup(request 7) = other hashes than before: expected the same "
             "prefix, or finished() before the id is used again");
+  EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, hashes_.list(), 48, now_); }),
+            "scheduler call: lookup(request 7) = local hit of 48 tokens: expected at most the "
+            "prompt, 40 tokens");
   EXPECT_EQ(refusal([&] { scheduler_.lookup(kRequest, 40, hashes_.list(), 7, now_); }),
             "scheduler call: lookup(request 7) = local hit of 7 tokens: expected a multiple of 16 "
             "tokens");
@@ -430,19 +433,19 @@ TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
             "earlier call");
   EXPECT_EQ(scheduler_.purge_status().state, PurgeState::kNone);
   const std::vector<std::byte> rubbish(24);
-  EXPECT_EQ(refusal([&] { scheduler_.report(rubbish, Instant{5000}); }),
-            "scheduler call: report = 24 bytes that cannot be read, or tells of chunks that its "
-            "job does not move: expected reports as StoreWorker::poll gave them, one behind the "
-            "other");
+  EXPECT_EQ(
+      refusal([&] { scheduler_.report(rubbish, Instant{5000}); }, ErrorCode::kMismatch),
+      "scheduler call: report = 24 bytes that cannot be read, or tells of chunks that its job "
+      "does not move: expected reports as a worker's poll gave them, one behind the other");
   WorkerReport foreign;
   foreign.epoch = 2;
   foreign.jobs.resize(1);
-  EXPECT_EQ(refusal([&] { scheduler_.report(foreign, Instant{5000}); }),
+  EXPECT_EQ(refusal([&] { scheduler_.report(foreign, Instant{5000}); }, ErrorCode::kMismatch),
             "scheduler call: report = a report of 1 jobs of another epoch: expected reports of "
             "epoch 1, from workers that take no other scheduler's plans");
   foreign.epoch = 1;
   foreign.jobs[0].num_failed = 7;
-  EXPECT_THAT(refusal([&] { scheduler_.report(foreign, Instant{5000}); }),
+  EXPECT_THAT(refusal([&] { scheduler_.report(foreign, Instant{5000}); }, ErrorCode::kMismatch),
               ::testing::StartsWith("scheduler call: report = a report of 1 jobs that cannot be "
                                     "read"));
 }

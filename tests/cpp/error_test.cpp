@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <string>
 
 namespace kvprism {
 namespace {
@@ -29,6 +30,17 @@ TEST(Error, AllProblemsComeAtOnce) {
     EXPECT_EQ(error.problems().size(), 2u);
     EXPECT_EQ(error.code(), ErrorCode::kMismatch);
   }
+}
+
+TEST(Error, ALongValueIsCutBetweenCharacters) {
+  std::string value(199, 'a');
+  for (int i = 0; i < 1000; ++i) value += "\u00fc";
+  const Error error(
+      ErrorCode::kInvalidConfig, "cache config",
+      {{std::string(401, 'k'), value, "less", {}}, {std::string(400, 'k'), "1", "less", {}}});
+  EXPECT_EQ(error.problems()[0].path, std::string(200, 'k') + "... (401 bytes)");
+  EXPECT_EQ(error.problems()[0].value, std::string(199, 'a') + "... (2199 bytes)");
+  EXPECT_EQ(error.problems()[1].path, std::string(400, 'k'));
 }
 
 TEST(Error, EveryCodeHasAWord) {

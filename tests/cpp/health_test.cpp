@@ -174,6 +174,25 @@ TEST_F(HealthTest, ASilentRankIsAnIncidentWithTheLastEvents) {
   EXPECT_EQ(health(), "healthy");
 }
 
+TEST_F(HealthTest, ASinkThatThrowsIsNotCalledAgain) {
+  StoreSchedulerOptions options;
+  std::uint32_t calls = 0;
+  options.flight = {[](void* count, std::uint64_t, std::string_view, const FlightRecorder&) {
+                      ++*static_cast<std::uint32_t*>(count);
+                      throw 7;
+                    },
+                    &calls};
+  build(options);
+  save(1);
+  step(seconds(75));
+  step(seconds(120));
+  EXPECT_EQ(scheduler->counters().incidents, 2u);
+  EXPECT_EQ(calls, 1u);
+  EXPECT_THAT(lines, ::testing::Contains(
+                         "the flight record goes to the log from now on: its sink has thrown"));
+  EXPECT_THAT(lines, ::testing::Contains(HasSubstr("the last events are\n")));
+}
+
 TEST_F(HealthTest, TheRecordGoesToAFileOnceAMinute) {
   const std::filesystem::path path =
       std::filesystem::temp_directory_path() / ("kvprism-flight-" + std::to_string(::getpid()));

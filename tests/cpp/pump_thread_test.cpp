@@ -387,5 +387,25 @@ TEST(PumpThread, RefusesNothingToPump) {
   EXPECT_THROW(PumpThread(rank.worker, nullptr, {Duration{0}, milliseconds(1)}), Error);
 }
 
+TEST(PumpThread, AWorkerHasOneAtATime) {
+  Rank rank(std::make_shared<MemoryStore>(std::make_shared<MemoryPool>()));
+  for (int round = 0; round < 2; ++round) {
+    PumpThread pump(rank.worker, rank.store);
+    try {
+      const PumpThread second(rank.worker, rank.store);
+      FAIL() << "two threads would pump one worker";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_STREQ(error.what(),
+                   "pump thread: worker = in use: expected a store worker of its own (one thread "
+                   "pumps it; destroy its other PumpThread first)");
+    }
+    if (round == 1) break;
+    rank.worker->submit(rank.plan(JobKind::kSave, 1, 1, 7).view(), ReadyToken::host());
+    pump.notify();
+    EXPECT_EQ(wait_for(*rank.worker, pump).outcome, JobOutcome::kOk);
+  }
+}
+
 }  // namespace
 }  // namespace kvprism

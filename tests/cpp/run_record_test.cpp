@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <stdexcept>
 
 #include "kvprism/backend/run_file.h"
 #include "kvprism/base/error.h"
@@ -97,6 +98,16 @@ Bytes recorded() {
        },
        &bytes});
   return bytes;
+}
+
+TEST(RunRecord, ASinkThatThrowsEndsTheRecordingOnly) {
+  std::uint32_t writes = 0;
+  run({[](void* count, std::span<const std::byte>) -> bool {
+         if (++*static_cast<std::uint32_t*>(count) < 3) return true;
+         throw std::runtime_error("the disk is gone");
+       },
+       &writes});
+  EXPECT_EQ(writes, 3u) << "the scheduler has gone on without it";
 }
 
 TEST(RunRecord, ARepetitionDecidesTheSame) {

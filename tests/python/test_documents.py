@@ -49,8 +49,58 @@ def test_a_kind_of_cache_is_added_as_contributing_says(tmp_path: Path) -> None:
     assert "groups[0].kind" in compile_and_run(without, CXX, "-std=c++20")
 
 
+def test_the_step_of_the_cpp_page(tmp_path: Path) -> None:
+    step, _ = code("docs/cpp.md", "cpp")
+    (setup,) = code("README.md", "cpp")
+    setup = setup.split("  StoreScheduler scheduler", 1)[0]
+    path = tmp_path / "step.cpp"
+    path.write_text(
+        """
+#include <cstdio>
+#include <memory>
+#include <span>
+#include <vector>
+#include "kvprism/backend/clock.h"
+#include "kvprism/backend/memory_store.h"
+#include "kvprism/backend/pump_thread.h"
+#include "kvprism/checked/checked_scheduler.h"
+#include "kvprism/group/cache_config.h"
+#include "kvprism/layout/segment_map.h"
+using namespace kvprism;
+struct Request {
+  RequestId id;
+  std::vector<std::uint8_t> hashes;
+  std::uint32_t num_hashes, computed;
+  std::vector<BlockId> table;
+};
+struct Pool {
+  void reference(const std::vector<BlockId>& ids) { std::printf("+%zu ", ids.size()); }
+  void unreference(const std::vector<BlockId>& ids) { std::printf("-%zu ", ids.size()); }
+};
+constexpr std::size_t kPage = 16 * (8 + 8) * 2;
+constexpr const char* kConfig =
+    R"({"num_blocks": 8, "groups": [{"kind": "full_attention", "layers": ["l0"],
+  "block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "float16"}]})";
+"""
+        + step
+        + "int main() {\n  std::vector<std::byte> memory(8 * kPage);\n"
+        + setup
+        + """
+  EngineScheduler scheduler(schema, store, {.epoch = 0x5eed});
+  const auto worker = std::make_shared<StoreWorker>(schema, map, store, StoreWorkerOptions{});
+  PumpThread pump(worker, store);
+  Request request{RequestId{7}, std::vector<std::uint8_t>(64, 1), 2, 32, {BlockId{1}, BlockId{2}}};
+  Pool pool;
+  step(scheduler, *worker, pump, request, pool, monotonic_now());
+  std::printf("%lu bytes\\n", static_cast<unsigned long>(worker->counters().bytes_stored));
+}
+"""
+    )
+    assert compile_and_run(path, CXX, "-std=c++20") == "+2 -2 1024 bytes\n"
+
+
 def test_hashes_of_the_cpp_page(tmp_path: Path) -> None:
-    (hashing,) = code("docs/cpp.md", "cpp")
+    _, hashing = code("docs/cpp.md", "cpp")
     path = tmp_path / "hashing.cpp"
     path.write_text(
         """

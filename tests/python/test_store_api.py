@@ -233,8 +233,8 @@ def test_what_is_neither_plan_nor_bytes_is_refused() -> None:
 
 def test_odd_reports_are_counted() -> None:
     rank = Rank()
-    rank.scheduler.report(b"what is this")
-    rank.scheduler.report(b"")
+    assert rank.scheduler.report(b"what is this") is False
+    assert rank.scheduler.report(b"") is True
     assert rank.scheduler.counters()["reports_malformed"] == 1
 
 
@@ -334,7 +334,7 @@ def test_a_checked_scheduler_raises_for_calls_out_of_order() -> None:
     assert checked.worker.submit(plan, kvprism.ReadyToken.host())
     checked.settle()
     checked.scheduler.finished(1)
-    with pytest.raises(kvprism.ArgumentError, match="report"):
+    with pytest.raises(kvprism.MismatchError, match="a worker's poll"):
         checked.scheduler.report(b"what is this")
     assert checked.scheduler.counters()["saved_objects"] == 3
     assert checked.scheduler.tracked() == 0
@@ -484,6 +484,12 @@ def test_a_forked_child_is_refused() -> None:
                 rank.worker.submit(plan, kvprism.ReadyToken.host())
             except kvprism.ClosedError as error:
                 ok = "forked child" in str(error)
+            for call in (rank.scheduler.end_step, lambda: rank.scheduler.advanced(1, 4, [])):
+                try:
+                    call()
+                    ok = False
+                except kvprism.ClosedError as error:
+                    ok = ok and "the process that made the scheduler" in str(error)
             rank.worker.close()
             os._exit(0 if ok else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -25,7 +25,13 @@
 
    Threads. Different handles may be used by different threads; a scheduler's by one, the engine's.
    kvprism_worker_submit may run beside kvprism_worker_poll; what else a worker has is called from
-   one thread at a time. */
+   one thread at a time. A second thread in a scheduler is undefined, unless `checked`: then it gets
+   KVPRISM_INVALID_ARGUMENT.
+
+   Processes. In a forked child every call with a parent's store, scheduler or worker, but for the
+   _free functions, is KVPRISM_CLOSED. A child frees none of them before its end.
+
+   Waits. A `longest_ns` or `budget_ns` below 0 is 0. */
 #pragma once
 
 #include <stdbool.h>
@@ -430,6 +436,8 @@ KVPRISM_API kvprism_status kvprism_scheduler_allocated(kvprism_scheduler* schedu
                                                        const kvprism_blocks* rows, size_t num_rows,
                                                        int64_t now_ns, uint64_t* job,
                                                        kvprism_error** error);
+/* `hashes` may be null: the new tokens fill no block, or come with theirs in a later call. Tokens
+   without hashes are counted, and not saved. */
 KVPRISM_API kvprism_status kvprism_scheduler_advanced(kvprism_scheduler* scheduler,
                                                       uint64_t request, uint32_t accepted_tokens,
                                                       const kvprism_hashes* hashes,

@@ -15,6 +15,7 @@
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/wake_signal.h"
 #include "kvprism/base/log.h"
+#include "store/side_in_use.h"
 
 namespace kvprism {
 namespace {
@@ -25,9 +26,12 @@ constexpr Duration kGrace = seconds(1);
 }  // namespace
 
 struct PumpThread::State {
-  State(std::shared_ptr<StoreWorker> pumped, const PumpThreadOptions& wanted)
-      : worker(std::move(pumped)), options(wanted) {}
+  State(std::shared_ptr<StoreWorker> pumped, detail::SideInUse<StoreWorker> use,
+        const PumpThreadOptions& wanted)
+      : in_use(std::move(use)), worker(std::move(pumped)), options(wanted) {}
 
+  // A thread that was left behind still pumps: the worker is free when the last of both is gone.
+  const detail::SideInUse<StoreWorker> in_use;
   const std::shared_ptr<StoreWorker> worker;
   const PumpThreadOptions options;
   WakeSignal signal;
@@ -93,13 +97,14 @@ PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
                        const std::shared_ptr<ObjectStore>& store,
                        const PumpThreadOptions& options) {
   ProblemList problems;
-  if (!worker) problems.add("worker", "null", "a store worker");
+  detail::SideInUse<StoreWorker> in_use(worker, "worker", "a store worker", problems,
+                                        "one thread pumps it; destroy its other PumpThread first");
   if (options.busy_interval.ns <= 0)
     problems.add("busy_interval", std::to_string(options.busy_interval.ns) + " ns", "more than 0");
   if (options.idle_interval.ns <= 0)
     problems.add("idle_interval", std::to_string(options.idle_interval.ns) + " ns", "more than 0");
   problems.throw_if_any(ErrorCode::kInvalidArgument, "pump thread");
-  state_ = std::make_shared<State>(std::move(worker), options);
+  state_ = std::make_shared<State>(std::move(worker), std::move(in_use), options);
   handle_ = std::make_unique<Handle>();
   if (store) store->set_wakeup(state_->signal.wakeup());
   // The thread shares its state: it may have to be left behind.

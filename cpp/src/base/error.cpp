@@ -36,6 +36,26 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+// What was given may have any size; a message is for a reader.
+constexpr std::size_t kLongestQuote = 400;
+
+void shorten(std::string& text) {
+  if (text.size() <= kLongestQuote) return;
+  std::size_t cut = kLongestQuote / 2;
+  while (cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0) == 0x80) --cut;
+  const std::string size = std::to_string(text.size());
+  text.resize(cut);
+  text.append("... (").append(size).append(" bytes)");
+}
+
+std::vector<Problem> shortened(std::vector<Problem> problems) {
+  for (Problem& problem : problems) {
+    shorten(problem.path);
+    shorten(problem.value);
+  }
+  return problems;
+}
+
 }  // namespace
 
 std::string_view to_string(ErrorCode code) noexcept {
@@ -63,7 +83,7 @@ std::string_view to_string(ErrorCode code) noexcept {
 Error::Error(ErrorCode code, std::string subject, std::vector<Problem> problems)
     : code_(code),
       subject_(std::move(subject)),
-      problems_(std::move(problems)),
+      problems_(shortened(std::move(problems))),
       what_(describe(subject_, problems_)) {}
 Error::~Error() = default;
 Error::Error(const Error&) = default;

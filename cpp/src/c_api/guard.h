@@ -2,6 +2,9 @@
 // leaves.
 #pragma once
 
+#include <unistd.h>
+
+#include <concepts>
 #include <exception>
 #include <new>
 #include <string>
@@ -52,6 +55,16 @@ class Arguments {
   void need(const void* pointer, const char* name) {
     if (pointer == nullptr) problems_.add(name, "null", "a pointer");
   }
+  // Of a handle that belongs to one process.
+  template <class Handle>
+    requires requires(const Handle& handle) { handle.owner; }
+  void need(const Handle* handle, const char* name) {
+    if (handle == nullptr || handle->owner == getpid())
+      return need(static_cast<const void*>(handle), name);
+    code_ = ErrorCode::kClosed;
+    problems_.add(name, "of another process", "one that this process has made",
+                  "a forked child has none of its threads and connections");
+  }
   // An array may be null when it is empty. `count_name` of more than `most` is no count: nothing of
   // the array is read.
   void need_array(const void* pointer, std::size_t count, const char* name, const char* count_name,
@@ -78,11 +91,12 @@ class Arguments {
   void wrong(std::string path, std::string value, std::string expected) {
     problems_.add(std::move(path), std::move(value), std::move(expected));
   }
-  // Throws Error (kInvalidArgument).
-  void check() const { problems_.throw_if_any(ErrorCode::kInvalidArgument, function_); }
+  // Throws Error: kInvalidArgument, or kClosed in a forked child.
+  void check() const { problems_.throw_if_any(code_, function_); }
 
  private:
   const char* function_;
+  ErrorCode code_ = ErrorCode::kInvalidArgument;
   ProblemList problems_;
 };
 

@@ -2,6 +2,9 @@
 // order.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -38,12 +41,21 @@ struct kvprism_memory_pool {
   std::shared_ptr<kvprism::MemoryPool> shared;
 };
 
-struct kvprism_store {
+namespace kvprism::c_api {
+
+// A handle with threads or connections behind it: a forked child has neither.
+struct OfOneProcess {
+  pid_t owner = getpid();
+};
+
+}  // namespace kvprism::c_api
+
+struct kvprism_store : kvprism::c_api::OfOneProcess {
   std::shared_ptr<kvprism::ObjectStore> store;
   std::shared_ptr<kvprism::ObjectIndex> index;
 };
 
-struct kvprism_scheduler {
+struct kvprism_scheduler : kvprism::c_api::OfOneProcess {
   std::unique_ptr<kvprism::RunFile> recording;  // null: none; outlives the schedulers, as the next
   std::unique_ptr<kvprism::FlightFile> flight;
   std::unique_ptr<kvprism::StoreScheduler> plain;
@@ -71,7 +83,7 @@ struct kvprism_scheduler {
   const kvprism::StoreScheduler& base() const { return checked ? *checked : *plain; }
 };
 
-struct kvprism_worker {
+struct kvprism_worker : kvprism::c_api::OfOneProcess {
   std::shared_ptr<kvprism::StoreWorker> worker;
   std::unique_ptr<kvprism::PumpThread> pump;  // null: the engine pumps
   std::shared_ptr<kvprism::ObjectStore> store;

@@ -82,12 +82,12 @@ class CheckedScheduler::Call {
     return found == state().requests.end() ? nullptr : &found->second;
   }
 
-  [[noreturn]] void refuse(std::string value, std::string expected) const {
+  [[noreturn]] void refuse(std::string value, std::string expected,
+                           ErrorCode code = ErrorCode::kInvalidArgument) const {
     if (earlier_) state().latest = *earlier_;
     std::string path = name_;
     if (request_) path += fmt::format("(request {})", raw(*request_));
-    fail(ErrorCode::kInvalidArgument, "scheduler call",
-         {std::move(path), std::move(value), std::move(expected), {}});
+    fail(code, "scheduler call", {std::move(path), std::move(value), std::move(expected), {}});
   }
   void at(Instant now) const {
     if (now < state().latest) {
@@ -195,11 +195,12 @@ class CheckedScheduler::Call {
     if (after.reports_foreign != before.reports_foreign) {
       refuse(what + " of another epoch",
              fmt::format("reports of epoch {}, from workers that take no other scheduler's plans",
-                         scheduler_.options().epoch));
+                         scheduler_.options().epoch),
+             ErrorCode::kMismatch);
     }
     if (after.reports_malformed != before.reports_malformed) {
       refuse(what + " that cannot be read, or tells of chunks that its job does not move",
-             "reports as StoreWorker::poll gave them, one behind the other");
+             "reports as a worker's poll gave them, one behind the other", ErrorCode::kMismatch);
     }
   }
 
@@ -249,6 +250,10 @@ LookupResult CheckedScheduler::lookup(RequestId request, std::uint32_t prompt_to
   const std::uint32_t step = projection().scheduler_block_size();
   if (local_tokens % step != 0) {
     call.refuse("local hit of " + tokens(local_tokens), "a multiple of " + tokens(step));
+  }
+  if (local_tokens > prompt_tokens) {
+    call.refuse("local hit of " + tokens(local_tokens),
+                "at most the prompt, " + tokens(prompt_tokens));
   }
   call.needs_hashes(hashes);
   // The scheduler remembers the request also when it refuses the hashes.

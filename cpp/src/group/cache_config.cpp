@@ -11,10 +11,10 @@
 #include <set>
 #include <utility>
 
+#include "base/utf8.h"
 #include "group/config_check.h"
 #include "group/json_object.h"
 #include "group/spec_json.h"
-#include "group/utf8.h"
 
 namespace kvprism {
 namespace {
@@ -206,16 +206,32 @@ std::string line_and_column(std::string_view text, std::size_t byte) {
   return "line " + std::to_string(line) + ", column " + std::to_string(before.size() - start + 1);
 }
 
+constexpr std::size_t kLongestReason = 300;
+
 // The part of the parser's message that says what it met.
 std::string parse_reason(const char* what) {
   std::string text(what);
   if (const std::size_t colon = text.find(": "); colon != std::string::npos)
     text.erase(0, colon + 2);
   if (detail::invalid_utf8(text)) text.erase(std::min(text.size(), text.find("; last read")));
+  // It quotes what it has read, of any length.
+  if (text.size() > kLongestReason) {
+    std::size_t cut = kLongestReason;
+    while (cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0) == 0x80) --cut;
+    text.resize(cut);
+    text += "...";
+  }
   return text;
 }
 
+// A config of every layer of a large model has some hundred KiB.
+constexpr std::size_t kLongestJson = std::size_t{64} << 20;
+
 json parse(std::string_view text, const std::string& subject, ProblemList& duplicates) {
+  if (text.size() > kLongestJson) {
+    fail(ErrorCode::kInvalidConfig, subject,
+         {"top level", std::to_string(text.size()) + " bytes", "at most 64 MiB of JSON text", {}});
+  }
   if (const auto at = detail::invalid_utf8(text)) {
     fail(ErrorCode::kInvalidConfig, subject,
          {line_and_column(text, *at), "byte " + std::to_string(*at), "UTF-8 text",

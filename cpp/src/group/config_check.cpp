@@ -6,8 +6,8 @@
 #include <set>
 #include <utility>
 
+#include "base/utf8.h"
 #include "group/unwrap.h"
-#include "group/utf8.h"
 
 namespace kvprism::detail {
 namespace {

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <utility>
 
-#include "group/utf8.h"
+#include "base/utf8.h"
 #include "hash/cbor.h"
 #include "hash/sha256.h"
 #include "kvprism/base/error.h"

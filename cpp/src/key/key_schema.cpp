@@ -6,8 +6,8 @@
 #include <utility>
 #include <variant>
 
+#include "base/utf8.h"
 #include "group/hash128.h"
-#include "group/utf8.h"
 #include "key/group_facts.h"
 #include "key/hex.h"
 #include "kvprism/base/error.h"

@@ -1,5 +1,6 @@
 #include "spec/spec_check.h"
 
+#include <exception>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -177,8 +178,38 @@ class Checker {
     }
   }
 
+  // An engine's own function: whatever it throws is told as a problem of its kind.
+  std::optional<SpecTraits> ask_traits(const SpecKind& kind) {
+    std::string thrown;
+    try {
+      return kind.traits(spec_);
+    } catch (const std::exception& error) {
+      thrown = error.what();
+    } catch (...) {
+      thrown = "an unknown exception";
+    }
+    add("kind", spec_.kind, "a traits function that never throws", "it has thrown: " + thrown);
+    return std::nullopt;
+  }
+
+  // True when `rule` is one of its enumeration, whose words the last one ends.
+  template <class Rule>
+  bool known_rule(const char* what, Rule rule, Rule last) {
+    if (rule <= last) return true;
+    add("kind", spec_.kind,
+        std::string("a ") + what + " rule of 0 to " + std::to_string(static_cast<unsigned>(last)),
+        std::string(what) + " is " + std::to_string(static_cast<unsigned>(rule)));
+    return false;
+  }
+
   void traits(const SpecKind& kind) {
-    const SpecTraits traits = kind.traits(spec_);
+    const std::optional<SpecTraits> asked = ask_traits(kind);
+    if (!asked) return;
+    const SpecTraits& traits = *asked;
+    const bool known_hit = known_rule("hit", traits.hit.get(), HitRule::kNever);
+    const bool known_save = known_rule("save", traits.save.get(), SaveRule::kNever);
+    const bool known_peer = known_rule("peer", traits.peer.get(), PeerRule::kNone);
+    if (!known_hit || !known_save || !known_peer) return;
     if (spec_.replay_tokens && traits.replay_tokens.get() != *spec_.replay_tokens) {
       add("replay_tokens", std::to_string(*spec_.replay_tokens),
           "no rebuild distance for kind '" + spec_.kind + "'",

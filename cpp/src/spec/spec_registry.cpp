@@ -1,7 +1,9 @@
 #include "kvprism/spec/spec_registry.h"
 
+#include <string>
 #include <utility>
 
+#include "base/utf8.h"
 #include "spec/builtin_kinds.h"
 #include "spec/spec_check.h"
 
@@ -41,10 +43,16 @@ SpecRegistry SpecRegistry::with(SpecKind kind) const {
   ProblemList problems;
   if (kind.name.empty()) {
     problems.add("name", "''", "a name that is not empty");
+  } else if (const auto at = detail::invalid_utf8(kind.name)) {
+    problems.add("name", "byte " + std::to_string(*at), "UTF-8 text");
   } else if (kind.name == kUniformKind) {
     problems.add("name", kind.name, "a name that is not taken", "it is the wrapper's");
   } else if (find(kind.name) != nullptr) {
     problems.add("name", kind.name, "a name that is not taken", "taken: " + join(names()));
+  }
+  if (kind.payload.get() > PayloadKind::kRaw) {
+    problems.add("payload", std::to_string(static_cast<unsigned>(kind.payload.get())),
+                 "one of attention, state, raw");
   }
   if (!kind.traits) problems.add("traits", "empty", "a function from a spec to its traits");
   problems.throw_if_any(ErrorCode::kInvalidArgument, "spec kind");

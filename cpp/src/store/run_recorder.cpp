@@ -48,9 +48,15 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
 }
 
 void RunRecorder::flush() noexcept {
-  if (sink_.write != nullptr && !sink_.write(sink_.context, buffer_)) {
+  const char* why = nullptr;
+  try {
+    if (sink_.write != nullptr && !sink_.write(sink_.context, buffer_)) why = "takes no more";
+  } catch (...) {  // of the engine's own: a step must not end the process
+    why = "has thrown";
+  }
+  if (why != nullptr) {
     sink_.write = nullptr;
-    log(LogLevel::kWarning, "the recording has ended: its sink takes no more");
+    log(LogLevel::kWarning, std::string("the recording has ended: its sink ") + why);
   }
   buffer_.clear();
 }

@@ -68,8 +68,13 @@ void StoreScheduler::Impl::incident(std::string_view what, Instant now) {
   if (now - recorded_at < kBetweenRecords) return;
   recorded_at = now;
   if (options.flight.take != nullptr) {
-    options.flight.take(options.flight.context, options.epoch, what, flight);
-    return;
+    try {
+      options.flight.take(options.flight.context, options.epoch, what, flight);
+      return;
+    } catch (...) {  // of the engine's own: a step must not throw
+      options.flight.take = nullptr;
+      log(LogLevel::kWarning, "the flight record goes to the log from now on: its sink has thrown");
+    }
   }
   log(LogLevel::kWarning,
       fmt::format("{}: the last events are\n{}", what, flight.text(kLinesInTheLog)));

@@ -1,4 +1,4 @@
-// A side of a store, for as long as its one user lives.
+// A side of a store, or a worker, for as long as its one user lives.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,14 @@ template <class Side>
 class SideInUse {
  public:
   // Adds a problem when there is no side, or when it has a user.
-  SideInUse(std::shared_ptr<Side> side, const char* path, const char* what, ProblemList& problems)
+  SideInUse(std::shared_ptr<Side> side, const char* path, const char* what, ProblemList& problems,
+            const char* hint =
+                "completions go to whoever polls; destroy its user first, or connect again")
       : side_(std::move(side)) {
     if (!side_) {
       problems.add(path, "null", what);
     } else if (user_ = side_->begin_use(); user_ == 0) {
-      problems.add(path, "in use", std::string(what) + " of its own",
-                   "completions go to whoever polls; destroy its user first, or connect again");
+      problems.add(path, "in use", std::string(what) + " of its own", hint);
     }
   }
   ~SideInUse() {

@@ -1716,12 +1716,15 @@ class StoreScheduler:
             The plan, for every worker; often empty.
         """
 
-    def report(self, data: bytes | bytearray | memoryview) -> None:
+    def report(self, data: bytes | bytearray | memoryview) -> bool:
         """
         Takes in reports of workers.
 
         Args:
             data: One or several reports, one behind the other. Malformed ones are counted, never raised.
+
+        Returns:
+            False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.
         """
 
     def take_load_ends(self) -> list[LoadEnd]:

@@ -44,10 +44,11 @@ class KVPRISM_API MemoryPool {
 
   // A look from outside: does not count as a use.
   bool contains(std::string_view key) const;
+  // Must not call the pool, whose lock is held.
   using ObjectVisitor = std::function<void(std::string_view key, std::span<const std::byte> bytes)>;
   void for_each_object(const ObjectVisitor& visit) const;
   // Objects finished after the `version` that an earlier call returned (0 at first), oldest first;
-  // those dropped meanwhile are left out. The visitor must not call the pool.
+  // those dropped meanwhile are left out.
   std::uint64_t for_each_new_object_since(std::uint64_t version, const ObjectVisitor& visit) const;
 
   // The test's own hand in the pool.

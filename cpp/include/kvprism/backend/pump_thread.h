@@ -19,7 +19,7 @@ struct PumpThreadOptions {
 
 // One thread, "kvp-pump", which alone pumps and closes the worker. It blocks every signal and never
 // calls Python. Ownership: shares the worker. Threads: any. Errors: the constructor throws Error
-// (kInvalidArgument).
+// (kInvalidArgument), also while another PumpThread of the worker lives.
 class KVPRISM_API PumpThread {
  public:
   // Takes over the wakeup of `store`, the worker's own; null: the store is polled at the intervals.

@@ -36,7 +36,7 @@ struct Problem {
   bool operator==(const Problem&) const = default;
 };
 
-// Carries every problem of one input at once.
+// Carries every problem of one input at once; paths and values beyond 400 bytes are cut.
 // Ownership: value. Threads: immutable.
 class KVPRISM_API Error : public std::exception {
  public:

@@ -15,9 +15,9 @@
 namespace kvprism {
 
 // StoreScheduler takes every call in any order, and counts what it cannot use. Here such a call
-// throws Error (kInvalidArgument) that names the call, its request, the state and what was
-// expected, and does nothing, but for hashes of another prefix, which have replaced the request's,
-// and for reports, of which what can be used has been taken:
+// throws Error (kInvalidArgument; a report kMismatch) that names the call, its request, the state
+// and what was expected, and does nothing, but for hashes of another prefix, which have replaced
+// the request's, and for reports, of which what can be used has been taken:
 //
 //   allocated, wants_save, save, boundary, preempted, finished of a request that no lookup, prompt,
 //     restrict or advanced has begun, or that has finished

@@ -72,8 +72,8 @@ class KVPRISM_API SpecRegistry {
   // encoder_only_attention, cross_attention, hisparse_hot, hisparse_resident.
   static SpecRegistry builtin();
 
-  // This registry and one more kind. Throws Error (kInvalidArgument) when the name is empty or
-  // taken or "uniform", or when there is no traits function.
+  // This registry and one more kind. Throws Error (kInvalidArgument) when the name is empty,
+  // taken, "uniform" or not UTF-8, the payload unknown, or when there is no traits function.
   SpecRegistry with(SpecKind kind) const;
 
   // Null when unknown.

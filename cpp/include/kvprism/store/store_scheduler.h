@@ -77,8 +77,8 @@ struct StoreHealth {
 KVPRISM_API std::string describe(const StoreHealth& health);
 
 // Where a scheduler's run is recorded. `write` gets whole records, at most once a call of the
-// scheduler, and must not call it; false ends the recording, and nothing is built for it any more.
-// A step waits for as long as `write` takes: a tool for tests and incidents.
+// scheduler, and must not call it; false, or an exception, ends the recording, and nothing is built
+// for it any more. A step waits for as long as `write` takes: a tool for tests and incidents.
 struct RunSink {
   bool (*write)(void* context, std::span<const std::byte> bytes) = nullptr;
   void* context = nullptr;
@@ -86,7 +86,8 @@ struct RunSink {
 
 // Where the flight record goes at an incident: a quarantine, a silent rank or a mismatch, at most
 // once a minute. `take` is called in the step that learns of it, may copy the events, and must
-// neither wait nor call the scheduler; FlightFile writes them to a file.
+// neither wait nor call the scheduler; one that throws is not called again. FlightFile writes to a
+// file.
 struct FlightSink {
   void (*take)(void* context, std::uint64_t epoch, std::string_view what,
                const FlightRecorder& events) = nullptr;

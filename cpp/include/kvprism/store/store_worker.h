@@ -74,8 +74,9 @@ struct StoreGroupCounters {
 };
 
 // Ownership: shares schema, map and store; the memory of the map must stay mapped until close()
-// says that nothing is unquiet. Threads: submit and poll from any thread; pump and close from one.
-class KVPRISM_API StoreWorker {
+// says that nothing is unquiet. Threads: submit and poll from any thread; pump and close from one,
+// which a PumpThread marks by begin_use().
+class KVPRISM_API StoreWorker : public OneUser {
  public:
   // Registers the map's regions with the store. Throws Error with all problems: options out of
   // range, a store that another worker uses, a map whose groups hold other bytes than the schema's
