@@ -455,16 +455,18 @@ TEST(Registry, RefusesATakenOrEmptyNameAndAMissingFunction) {
 
 // A kind that may be stored but never hits would store for ever without any effect (R04).
 TEST(Registry, RefusesRulesThatThereAreNot) {
-  CacheSpec spec = ring(8);
-  spec.kind = "tail";
+  CacheSpec spec;
+  spec.kind = "pool_tail";
+  spec.block_size = 4;
+  spec.payload = RawPayload{512};
   const SpecTraits good = SpecRegistry::builtin().traits_of(ring(8));
   SpecTraits bad = good;
   bad.hit = static_cast<HitRule>(99);
   bad.peer = static_cast<PeerRule>(5);
   const auto problems = problems_of(spec, SpecRegistry::builtin().with(tail_kind(bad)));
   ASSERT_EQ(problems.size(), 2U);
-  EXPECT_EQ(problems[0], (Problem{"kind", "tail", "a hit rule of 0 to 4", "hit is 99"}));
-  EXPECT_EQ(problems[1], (Problem{"kind", "tail", "a peer rule of 0 to 4", "peer is 5"}));
+  EXPECT_EQ(problems[0], (Problem{"groups[0].kind", "pool_tail", "a hit rule of 0 to 4", "hit is 99"}));
+  EXPECT_EQ(problems[1], (Problem{"groups[0].kind", "pool_tail", "a peer rule of 0 to 4", "peer is 5"}));
   SpecKind kind = tail_kind(good);
   kind.payload = static_cast<PayloadKind>(3);
   EXPECT_STREQ(error_of([&] { SpecRegistry::builtin().with(kind); }).what(),
@@ -472,13 +474,15 @@ TEST(Registry, RefusesRulesThatThereAreNot) {
 }
 
 TEST(Registry, ATraitsFunctionThatThrowsIsAProblemOfItsKind) {
-  CacheSpec spec = ring(8);
-  spec.kind = "tail";
+  CacheSpec spec;
+  spec.kind = "pool_tail";
+  spec.block_size = 4;
+  spec.payload = RawPayload{512};
   SpecKind kind = tail_kind(SpecRegistry::builtin().traits_of(ring(8)));
   kind.traits = [](const CacheSpec&) -> SpecTraits { throw std::runtime_error("no idea"); };
   const auto problems = problems_of(spec, SpecRegistry::builtin().with(kind));
   ASSERT_EQ(problems.size(), 1U);
-  EXPECT_EQ(problems[0], (Problem{"kind", "tail", "a traits function that never throws",
+  EXPECT_EQ(problems[0], (Problem{"groups[0].kind", "pool_tail", "a traits function that never throws",
                                   "it has thrown: no idea"}));
 }
 
