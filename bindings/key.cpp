@@ -34,11 +34,13 @@ template <Maker* kMake>
 std::shared_ptr<const KeySchema> make_schema(std::shared_ptr<const Projection> projection,
                                              std::string model, std::string model_revision,
                                              std::string kv_quantization,
-                                             std::string hash_algorithm, bool hash_is_stable) {
+                                             std::string hash_algorithm, bool hash_is_stable,
+                                             std::string pipeline_split) {
   return kMake(std::move(projection), {.model = std::move(model),
                                        .model_revision = std::move(model_revision),
                                        .kv_quantization = std::move(kv_quantization),
                                        .hash_algorithm = std::move(hash_algorithm),
+                                       .pipeline_split = std::move(pipeline_split),
                                        .hash_is_stable = hash_is_stable});
 }
 
@@ -82,7 +84,7 @@ void bind_key(nb::module_& module) {
       .def_static(
           "kvprism", &make_schema<&KeySchema::kvprism>, "projection"_a, nb::kw_only(), "model"_a,
           "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
-          "hash_is_stable"_a,
+          "hash_is_stable"_a, "pipeline_split"_a = "",
           R"(The schema ``kvp1/<namespace>/<fingerprint>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash>``.
 
 Args:
@@ -92,12 +94,14 @@ Args:
     kv_quantization: How cached values are quantised, e.g. ``fp8_per_tensor``.
     hash_algorithm: The engine's block hash, e.g. ``sha256_cbor``; not empty.
     hash_is_stable: Whether every process hashes alike; False is refused.
+    pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+        schema ``kvprism`` with several stages.
 
 Raises:
     ConfigError: With every problem at once.)")
       .def_static("vllm", &make_schema<&KeySchema::vllm>, "projection"_a, nb::kw_only(), "model"_a,
                   "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
-                  "hash_is_stable"_a,
+                  "hash_is_stable"_a, "pipeline_split"_a = "",
                   R"(The keys of vLLM's built-in connector, byte for byte.
 
 They say nothing of revision, quantisation, layout or sizes: all users of the pool must agree.
@@ -109,12 +113,15 @@ Args:
     kv_quantization: How cached values are quantised.
     hash_algorithm: The engine's block hash; not empty.
     hash_is_stable: Whether every process hashes alike; False is refused.
+    pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+        schema ``kvprism`` with several stages.
 
 Raises:
     ConfigError: With every problem at once; also where the reference's own objects are wrong.)")
       .def_static("make", &make_schema<&KeySchema::make>, "projection"_a, nb::kw_only(), "model"_a,
                   "model_revision"_a = "", "kv_quantization"_a = "none", "hash_algorithm"_a,
-                  "hash_is_stable"_a, R"(The schema that the projection names.
+                  "hash_is_stable"_a, "pipeline_split"_a = "",
+                  R"(The schema that the projection names.
 
 Args:
     projection: The groups.
@@ -123,6 +130,8 @@ Args:
     kv_quantization: How cached values are quantised.
     hash_algorithm: The engine's block hash; not empty.
     hash_is_stable: Whether every process hashes alike; False is refused.
+    pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+        schema ``kvprism`` with several stages.
 
 Raises:
     ConfigError: With every problem at once.)")

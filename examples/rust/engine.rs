@@ -13,6 +13,7 @@ struct KeyFacts {
     model_revision: *const c_char,
     kv_quantization: *const c_char,
     hash_algorithm: *const c_char,
+    pipeline_split: *const c_char,
     hash_is_stable: bool,
 }
 

@@ -85,7 +85,16 @@ TEST(KeySchema, EveryFactChangesTheKey) {
       {"layout", [](Given& s) { s.config.kv_layout = "BLHNC"; }},
       {"namespace", [](Given& s) { s.config.key_namespace = "a"; }},
       {"tp", [](Given& s) { s.config.parallel.tp = 4; }},
-      {"pp", [](Given& s) { s.config.parallel.pp = 2; }},
+      {"pp",
+       [](Given& s) {
+         s.config.parallel.pp = 2;
+         s.facts.pipeline_split = "0-2,2-4";
+       }},
+      {"another split",
+       [](Given& s) {
+         s.config.parallel.pp = 2;
+         s.facts.pipeline_split = "0-1,1-4";
+       }},
       {"pcp", [](Given& s) { s.config.parallel.pcp = 2; }},
       {"dtype",
        [](Given& s) { std::get<0>(s.config.groups[0].spec.payload).dtype = DType::kFloat8E4M3; }},
@@ -169,10 +178,28 @@ TEST(KeySchema, EveryFactChangesTheKey) {
   }
 }
 
+// Stages of equal sizes may hold different layers.
+TEST(KeySchema, SeveralStagesNeedASplit) {
+  Given setup = base();
+  setup.config.parallel.pp = 2;
+  try {
+    make(setup);
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    ASSERT_EQ(error.problems().size(), 1u);
+    EXPECT_EQ(error.problems()[0].path, "pipeline_split");
+    EXPECT_EQ(error.problems()[0].value, "''");
+    EXPECT_EQ(error.problems()[0].expected, "the layers of each of the 2 pipeline stages");
+  }
+  setup.facts.pipeline_split = "\xff";
+  EXPECT_THROW(make(setup), Error);
+}
+
 // Pipeline stages may see other flags than the scheduler, and know nothing of each other.
 TEST(KeySchema, DraftFlagsAndStagesLeaveTheKeysAlone) {
   Given one = base();
   one.config.parallel.pp = 2;
+  one.facts.pipeline_split = "0-2,2-4";
   Given two = one;
   two.config.groups[0].is_eagle_group = true;
   two.config.use_eagle = true;
@@ -220,6 +247,7 @@ TEST(KeySchema, ScratchDoesNotChangeTheKey) {
 TEST(KeySchema, EveryPartOfAKeyCounts) {
   Given setup = base();
   setup.config.parallel = {.tp = 2, .pp = 2, .pcp = 2, .dcp = 2};
+  setup.facts.pipeline_split = "0-2,2-4";
   setup.config.groups.erase(setup.config.groups.begin() + 2);
   const auto schema = make(setup);
   std::set<std::string> seen;
@@ -264,6 +292,7 @@ TEST(KeySchema, NamespacesAreOneComponentAndNeverSpellAlike) {
 TEST(KeySchema, SchedulerAndWorkersAgree) {
   Given setup = base();
   setup.config.parallel = {.tp = 4, .pp = 2, .pcp = 2, .dcp = 2};
+  setup.facts.pipeline_split = "0-2,2-4";
   setup.config.groups.erase(setup.config.groups.begin() + 2);
   const auto scheduler = make(setup);
   std::set<std::string> asked;

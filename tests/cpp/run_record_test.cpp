@@ -197,7 +197,7 @@ TEST(RunRecord, WhatIsNoRecordingIsRefused) {
   EXPECT_THAT(error_of({}), HasSubstr("a recording, which begins with 8 bytes"));
   EXPECT_THAT(error_of(std::span(bytes).subspan(8)), HasSubstr("magic"));
   bytes[4] = std::byte{9};
-  EXPECT_THAT(error_of(bytes), HasSubstr("version = 9: expected 2"));
+  EXPECT_THAT(error_of(bytes), HasSubstr("version = 9: expected 3"));
 }
 
 TEST(RunRecord, AFileTakesIt) {

@@ -67,6 +67,7 @@ inline std::shared_ptr<const KeySchema> make_schema(std::shared_ptr<const Projec
   KeyFacts facts;
   facts.model = "test-model";
   facts.hash_algorithm = "test";
+  if (projection->parallel().pp > 1) facts.pipeline_split = "uneven";
   return KeySchema::kvprism(std::move(projection), facts);
 }
 

@@ -49,7 +49,11 @@ def test_keys_have_the_documented_form() -> None:
 
 def test_scheduler_and_ranks_build_the_same_keys() -> None:
     projection = project(parallel={"tp": 2, "pp": 2})
-    schema = KeySchema.kvprism(projection, **FACTS)
+    with pytest.raises(kvprism.ConfigError, match="pipeline_split"):
+        KeySchema.kvprism(projection, **FACTS)
+    schema = KeySchema.kvprism(projection, **FACTS, pipeline_split="0-2,2-4")
+    other = KeySchema.kvprism(projection, **FACTS, pipeline_split="0-1,1-4")
+    assert schema.fingerprint != other.fingerprint
     positions = [kvprism.rank_position(rank, projection) for rank in range(4)]
     assert schema.shards(StoreIndex(0)) == positions
     assert positions[3] == RankPosition(tp=1, pp=1)

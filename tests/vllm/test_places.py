@@ -66,6 +66,20 @@ def test_what_changes_the_values_changes_the_keys() -> None:
     assert len(seen) == 4
 
 
+def test_the_layers_of_each_stage_change_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of other layers may have objects of the same sizes."""
+    vllm_config, _, whole = two_stages()
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    seen = set()
+    for first in (1, layers - 1):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", f"{first},{layers - first}")
+        described = cache_config.describe(vllm_config, whole, (32, 32), "places")
+        assert described.facts["pipeline_split"] == f"0-{first},{first}-{layers}"
+        seen.add(described.schema.fingerprint)
+    assert len(seen) == 2
+    assert facts()["pipeline_split"] == ""
+
+
 def test_facts_are_the_same_in_every_process() -> None:
     class Odd:
         """Prints its address."""

@@ -194,6 +194,8 @@ typedef struct kvprism_key_facts {
   const char* model_revision;  /* version of the weights */
   const char* kv_quantization; /* e.g. "none" */
   const char* hash_algorithm;  /* e.g. "sha256_cbor"; not empty */
+  const char* pipeline_split;  /* which layers each pipeline stage holds, e.g. "0-15,15-31", alike
+                                  on all ranks; not empty with parallel.pp > 1, schema kvprism */
   bool hash_is_stable;         /* false: processes hash alike tokens differently; refused */
 } kvprism_key_facts;
 

@@ -145,6 +145,7 @@ kvprism_status kvprism_key_facts_init(kvprism_key_facts* facts, size_t struct_si
                                 .model_revision = "",
                                 .kv_quantization = "none",
                                 .hash_algorithm = "",
+                                .pipeline_split = "",
                                 .hash_is_stable = true},
               error);
 }
@@ -162,6 +163,7 @@ kvprism_status kvprism_key_schema_new(const kvprism_projection* projection,
                        .model_revision = text(facts->model_revision),
                        .kv_quantization = text(facts->kv_quantization),
                        .hash_algorithm = text(facts->hash_algorithm),
+                       .pipeline_split = text(facts->pipeline_split),
                        .hash_is_stable = facts->hash_is_stable};
     *schema = new kvprism_key_schema{KeySchema::make(projection->shared, all)};
   });

@@ -143,6 +143,7 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
       {"parallel.pcp", std::to_string(projection.parallel().pcp)},
       {"parallel.dcp", std::to_string(projection.parallel().dcp)},
       {"num_store_groups", std::to_string(projection.num_store_groups())}};
+  if (projection.parallel().pp > 1) facts.push_back({"pipeline_split", key.pipeline_split});
   const std::vector<DigestFact> groups = detail::stored_group_facts(projection);
   facts.insert(facts.end(), groups.begin(), groups.end());
   return facts;
@@ -164,7 +165,8 @@ void check(const Projection& projection, const KeyFacts& facts, std::string_view
       {"model", &facts.model},
       {"model_revision", &facts.model_revision},
       {"kv_quantization", &facts.kv_quantization},
-      {"hash_algorithm", &facts.hash_algorithm}};
+      {"hash_algorithm", &facts.hash_algorithm},
+      {"pipeline_split", &facts.pipeline_split}};
   for (const auto& [name, text] : texts) {
     if (const auto at = detail::invalid_utf8(*text)) {
       problems.add(std::string(name), "byte " + std::to_string(*at), "UTF-8 text");
@@ -263,6 +265,12 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   need(projection);
   ProblemList problems;
   check(*projection, facts, "kvprism", problems);
+  const std::uint32_t stages = projection->parallel().pp;
+  if (stages > 1 && facts.pipeline_split.empty()) {
+    problems.add("pipeline_split", "''",
+                 "the layers of each of the " + std::to_string(stages) + " pipeline stages",
+                 "two deployments that split a model differently would share keys");
+  }
   problems.throw_if_any(ErrorCode::kInvalidConfig, "key schema");
   auto impl = std::make_unique<Impl>();
   impl->name = "kvprism";

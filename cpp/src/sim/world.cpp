@@ -8,10 +8,11 @@
 namespace kvprism::sim {
 namespace {
 
-KeyFacts facts() {
+KeyFacts facts(const Projection& projection) {
   KeyFacts facts;
   facts.model = "simulated";
   facts.hash_algorithm = "sim_chain";
+  if (projection.parallel().pp > 1) facts.pipeline_split = "uneven";
   return facts;
 }
 
@@ -43,13 +44,13 @@ WorldRun::WorldRun(const WorldOptions& options)
       config_(make_world_config(options.seed)),
       random_(options.seed ^ 0x776f726c64ull),
       projection_(Projection::make(config_.cache, SpecRegistry::builtin())),
-      schema_(KeySchema::make(projection_, facts())),
+      schema_(KeySchema::make(projection_, facts(*projection_))),
       pool_(std::make_shared<MemoryPool>(config_.pool)),
       objects_(judge_of(*projection_, config_)),
       step_tokens_(model_step(objects_.groups())) {
   for (const StageConfig& stage : config_.stages) {
-    stages_.push_back(
-        KeySchema::make(Projection::make(stage.cache, SpecRegistry::builtin()), facts()));
+    stages_.push_back(KeySchema::make(Projection::make(stage.cache, SpecRegistry::builtin()),
+                                      facts(*projection_)));
   }
   if (options.silent_corrupt) config_.faults[FaultKind::kSilentCorrupt] = 1000;
   fit_prompts();

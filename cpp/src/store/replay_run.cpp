@@ -216,6 +216,7 @@ struct Replay {
     facts.model_revision = reader.text();
     facts.kv_quantization = reader.text();
     facts.hash_algorithm = reader.text();
+    facts.pipeline_split = reader.text();
     StoreSchedulerOptions options;
     detail::visit_run_options(options, [&](auto& value) {
       using Value = std::remove_reference_t<decltype(value)>;

@@ -41,6 +41,7 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
     writer.text(facts.model_revision);
     writer.text(facts.kv_quantization);
     writer.text(facts.hash_algorithm);
+    writer.text(facts.pipeline_split);
     visit_run_options(options,
                       [&](const auto& value) { writer.put(static_cast<std::int64_t>(value)); });
   });

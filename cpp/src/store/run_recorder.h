@@ -49,7 +49,7 @@ enum class RunCall : std::uint32_t {
 };
 
 constexpr std::uint32_t kRunMagic = 0x5250564b;  // "KVPR"
-constexpr std::uint32_t kRunVersion = 2;
+constexpr std::uint32_t kRunVersion = 3;
 
 struct RunHeader {
   std::uint32_t magic = kRunMagic;

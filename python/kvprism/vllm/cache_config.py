@@ -317,8 +317,6 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
         # Also what the user overrides, such as the scaling of positions.
         "config": _as_json(_config_of(model)),
         "draft": _draft(vllm_config),
-        # Which layers an object holds is not part of its key.
-        "stages": os.environ.get("VLLM_PP_LAYER_PARTITION"),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
     }
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
@@ -328,7 +326,20 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
         "kv_quantization": str(cache.cache_dtype),
         "hash_algorithm": str(algorithm),
         "hash_is_stable": _hash_is_stable(str(algorithm)),
+        "pipeline_split": _pipeline_split(vllm_config),
     }
+
+
+def _pipeline_split(vllm_config: Any) -> str:
+    """The layers of every stage: versions of vLLM divide the remainder differently."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return ""
+    from vllm.distributed.utils import get_pp_indices
+
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    ranges = (get_pp_indices(layers, stage, stages) for stage in range(stages))
+    return ",".join(f"{start}-{end}" for start, end in ranges)
 
 
 def _config_of(model: Any) -> Any:

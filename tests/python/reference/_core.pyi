@@ -838,7 +838,7 @@ class KeySchema:
     """
 
     @staticmethod
-    def kvprism(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool) -> KeySchema:
+    def kvprism(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool, pipeline_split: str = '') -> KeySchema:
         """
         The schema ``kvp1/<namespace>/<fingerprint>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash>``.
 
@@ -849,13 +849,15 @@ class KeySchema:
             kv_quantization: How cached values are quantised, e.g. ``fp8_per_tensor``.
             hash_algorithm: The engine's block hash, e.g. ``sha256_cbor``; not empty.
             hash_is_stable: Whether every process hashes alike; False is refused.
+            pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+                schema ``kvprism`` with several stages.
 
         Raises:
             ConfigError: With every problem at once.
         """
 
     @staticmethod
-    def vllm(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool) -> KeySchema:
+    def vllm(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool, pipeline_split: str = '') -> KeySchema:
         """
         The keys of vLLM's built-in connector, byte for byte.
 
@@ -868,13 +870,15 @@ class KeySchema:
             kv_quantization: How cached values are quantised.
             hash_algorithm: The engine's block hash; not empty.
             hash_is_stable: Whether every process hashes alike; False is refused.
+            pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+                schema ``kvprism`` with several stages.
 
         Raises:
             ConfigError: With every problem at once; also where the reference's own objects are wrong.
         """
 
     @staticmethod
-    def make(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool) -> KeySchema:
+    def make(projection: Projection, *, model: str, model_revision: str = '', kv_quantization: str = 'none', hash_algorithm: str, hash_is_stable: bool, pipeline_split: str = '') -> KeySchema:
         """
         The schema that the projection names.
 
@@ -885,6 +889,8 @@ class KeySchema:
             kv_quantization: How cached values are quantised.
             hash_algorithm: The engine's block hash; not empty.
             hash_is_stable: Whether every process hashes alike; False is refused.
+            pipeline_split: Which layers each pipeline stage holds, e.g. ``0-15,15-31``, alike on all ranks; needed by
+                schema ``kvprism`` with several stages.
 
         Raises:
             ConfigError: With every problem at once.

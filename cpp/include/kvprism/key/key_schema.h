@@ -41,11 +41,14 @@ struct HashList {
 // What gives the bytes their meaning, beside the projection (R35). Each of them changes every key.
 struct KeyFacts {
   std::string model{};  // name or path; not empty
-  // Weights version; may be empty. A draft model, and with several pipeline stages which layers
-  // each of them holds, belong into it: blocks of other layers may have the same size.
+  // Weights version; may be empty. A draft model's name and weights belong into it: with and
+  // without it groups may have objects of different sizes.
   std::string model_revision{};
   std::string kv_quantization{};  // e.g. "none", "fp8_per_tensor"
   std::string hash_algorithm{};   // e.g. "sha256_cbor"; not empty
+  // Which of the model's layers each pipeline stage holds, e.g. "0-15,15-31": all stages, alike on
+  // all ranks. Not empty with parallel.pp > 1 in schema `kvprism`; else without effect.
+  std::string pipeline_split{};
   bool hash_is_stable = true;  // false when processes hash alike tokens differently: refused (R38)
 
   bool operator==(const KeyFacts&) const = default;
@@ -87,7 +90,8 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
  public:
   // Throws Error (kInvalidConfig) with all problems: nothing to store, an empty model or hash
-  // algorithm, text that is not UTF-8, hash_is_stable false (R38).
+  // algorithm, text that is not UTF-8, hash_is_stable false (R38), several pipeline stages without
+  // a pipeline_split.
   static std::shared_ptr<const KeySchema> kvprism(std::shared_ptr<const Projection> projection,
                                                   const KeyFacts& facts);
 
