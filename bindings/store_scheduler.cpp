@@ -4,8 +4,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -22,6 +20,7 @@
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/run_file.h"
 #include "kvprism/base/error.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {
@@ -499,10 +498,11 @@ Returns:
           R"(Takes in reports of workers.
 
 Args:
-    data: One or several reports, one behind the other. Malformed ones are counted, never raised.
+    data: One or several reports, one behind the other.
 
 Returns:
-    False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.)")
+    False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
+    scheduler raises MismatchError instead.)")
       .def(
           "take_load_ends",
           [](BoundScheduler& b) {

@@ -465,8 +465,10 @@ TEST(Registry, RefusesRulesThatThereAreNot) {
   bad.peer = static_cast<PeerRule>(5);
   const auto problems = problems_of(spec, SpecRegistry::builtin().with(tail_kind(bad)));
   ASSERT_EQ(problems.size(), 2U);
-  EXPECT_EQ(problems[0], (Problem{"groups[0].kind", "pool_tail", "a hit rule of 0 to 4", "hit is 99"}));
-  EXPECT_EQ(problems[1], (Problem{"groups[0].kind", "pool_tail", "a peer rule of 0 to 4", "peer is 5"}));
+  EXPECT_EQ(problems[0],
+            (Problem{"groups[0].kind", "pool_tail", "a hit rule of 0 to 4", "hit is 99"}));
+  EXPECT_EQ(problems[1],
+            (Problem{"groups[0].kind", "pool_tail", "a peer rule of 0 to 4", "peer is 5"}));
   SpecKind kind = tail_kind(good);
   kind.payload = static_cast<PayloadKind>(3);
   EXPECT_STREQ(error_of([&] { SpecRegistry::builtin().with(kind); }).what(),
@@ -482,8 +484,9 @@ TEST(Registry, ATraitsFunctionThatThrowsIsAProblemOfItsKind) {
   kind.traits = [](const CacheSpec&) -> SpecTraits { throw std::runtime_error("no idea"); };
   const auto problems = problems_of(spec, SpecRegistry::builtin().with(kind));
   ASSERT_EQ(problems.size(), 1U);
-  EXPECT_EQ(problems[0], (Problem{"groups[0].kind", "pool_tail", "a traits function that never throws",
-                                  "it has thrown: no idea"}));
+  EXPECT_EQ(problems[0],
+            (Problem{"groups[0].kind", "pool_tail", "a traits function that never throws",
+                     "it has thrown: no idea"}));
 }
 
 TEST(Registry, RefusesANameThatIsNotText) {

@@ -75,7 +75,9 @@ struct Request {
 };
 struct Pool {
   void reference(const std::vector<BlockId>& ids) { std::printf("+%zu ", ids.size()); }
-  void unreference(const std::vector<BlockId>& ids) { std::printf("-%zu ", ids.size()); }
+  void unreference(const std::vector<BlockId>& ids) {
+    if (!ids.empty()) std::printf("-%zu ", ids.size());
+  }
 };
 constexpr std::size_t kPage = 16 * (8 + 8) * 2;
 constexpr const char* kConfig =
@@ -90,6 +92,7 @@ constexpr const char* kConfig =
   const auto worker = std::make_shared<StoreWorker>(schema, map, store, StoreWorkerOptions{});
   PumpThread pump(worker, store);
   Request request{RequestId{7}, std::vector<std::uint8_t>(64, 1), 2, 32, {BlockId{1}, BlockId{2}}};
+  request.hashes[63] = 2;  // of two blocks
   Pool pool;
   step(scheduler, *worker, pump, request, pool, monotonic_now());
   std::printf("%lu bytes\\n", static_cast<unsigned long>(worker->counters().bytes_stored));

@@ -1,4 +1,5 @@
 // The worker of the C interface.
+#include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
@@ -140,7 +141,7 @@ kvprism_status kvprism_worker_wait(kvprism_worker* worker, int64_t longest_ns,
     if (worker != nullptr && !worker->pump)
       arguments.wrong("worker", "no pump thread", "one made with pump_thread");
     arguments.check();
-    worker->pump->wait_moved(worker->seen, Duration{longest_ns});
+    worker->pump->wait_moved(worker->seen, Duration{std::max<std::int64_t>(longest_ns, 0)});
   });
 }
 
@@ -164,9 +165,9 @@ kvprism_status kvprism_worker_close(kvprism_worker* worker, int64_t now_ns, int6
     arguments.need(worker, "worker");
     arguments.need(unquiet, "unquiet");
     arguments.check();
-    const CloseReport report = worker->pump
-                                   ? worker->pump->stop(Duration{budget_ns})
-                                   : worker->worker->close(Instant{now_ns}, Duration{budget_ns});
+    const Duration budget{std::max<std::int64_t>(budget_ns, 0)};
+    const CloseReport report =
+        worker->pump ? worker->pump->stop(budget) : worker->worker->close(Instant{now_ns}, budget);
     *unquiet = report.unquiet;
   });
 }

@@ -1727,10 +1727,11 @@ class StoreScheduler:
         Takes in reports of workers.
 
         Args:
-            data: One or several reports, one behind the other. Malformed ones are counted, never raised.
+            data: One or several reports, one behind the other.
 
         Returns:
-            False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.
+            False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
+            scheduler raises MismatchError instead.
         """
 
     def take_load_ends(self) -> list[LoadEnd]:
