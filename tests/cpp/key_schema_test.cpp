@@ -43,7 +43,10 @@ Given base() {
   mamba.spec.payload = StatePayload{{{4, 32}, {3}}, {DType::kFloat32, DType::kBFloat16}, "align"};
   mamba.layers = {"m"};
   setup.config.groups = {attention, ring, window, mamba};
-  setup.facts = {"org/model", "a", "none", "sha256_cbor", true};
+  setup.facts = {.model = "org/model",
+                 .model_revision = "a",
+                 .kv_quantization = "none",
+                 .hash_algorithm = "sha256_cbor"};
   return setup;
 }
 
@@ -501,7 +504,7 @@ TEST(KeySchema, TellsEveryProblemOfTheFactsAtOnce) {
   Given setup = base();
   setup.config.groups.erase(setup.config.groups.begin() + 2, setup.config.groups.end());
   setup.config.groups.erase(setup.config.groups.begin());
-  setup.facts = {"", "\xff", "none", "", false};
+  setup.facts = {.model_revision = "\xff", .hash_is_stable = false};
   try {
     make(setup);
     FAIL();

@@ -54,7 +54,8 @@ struct Rank {
     tensor.layers = {"l0"};
     tensor.layer_stride = bytes.size();
     tensor.block_stride = page;
-    const auto schema = KeySchema::kvprism(projection, {"model", "", "none", "test", true});
+    const auto schema = KeySchema::kvprism(
+        projection, {.model = "model", .kv_quantization = "none", .hash_algorithm = "test"});
     worker = std::make_shared<StoreWorker>(schema, SegmentMap::make(projection, {tensor}), store,
                                            StoreWorkerOptions{});
     digest = schema->plan_digest();

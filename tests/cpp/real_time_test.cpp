@@ -39,7 +39,8 @@ std::shared_ptr<const Projection> hybrid() {
 struct Life {
   Life(const std::shared_ptr<const Projection>& projection, const std::shared_ptr<MemoryPool>& pool)
       : memory(std::make_shared<sim::SimMemory>(*projection, sim::SimMemoryOptions{64, true})) {
-    const auto schema = KeySchema::kvprism(projection, {"model", "", "none", "test", true});
+    const auto schema = KeySchema::kvprism(
+        projection, {.model = "model", .kv_quantization = "none", .hash_algorithm = "test"});
     const auto store = std::make_shared<MemoryStore>(pool);
     worker = std::make_shared<StoreWorker>(schema, SegmentMap::make(projection, memory->tensors()),
                                            store, StoreWorkerOptions{});
