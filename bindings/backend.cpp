@@ -4,8 +4,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -21,6 +19,7 @@
 #include "kvprism/backend/mooncake_client.h"
 #include "kvprism/base/error.h"
 #include "locked_store.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

@@ -1,6 +1,5 @@
 #include "counters.h"
-
-#include <nanobind/stl/string.h>
+#include "text.h"
 
 #include <string>
 

@@ -1,12 +1,12 @@
 #include "errors.h"
 
 #include <nanobind/operators.h>
-#include <nanobind/stl/string.h>
 
 #include <array>
 #include <cstddef>
 
 #include "areas.h"
+#include "text.h"
 
 namespace kvprism::bindings {
 

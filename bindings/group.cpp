@@ -3,8 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -24,6 +22,7 @@
 #include "kvprism/group/projection.h"
 #include "kvprism/peer/validate_peer.h"
 #include "kvprism/store/validate_store.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

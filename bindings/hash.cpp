@@ -3,8 +3,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -22,6 +20,7 @@
 #include "handles.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hash/block_hasher.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

@@ -2,8 +2,6 @@
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -22,6 +20,7 @@
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

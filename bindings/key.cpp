@@ -2,8 +2,6 @@
 #include <nanobind/operators.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -16,6 +14,7 @@
 #include "gil_free.h"
 #include "ids.h"
 #include "kvprism/key/key_schema.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

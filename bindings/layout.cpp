@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -20,6 +19,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/layout/kernel_blocks.h"
 #include "kvprism/layout/segment_map.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

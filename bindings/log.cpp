@@ -1,7 +1,6 @@
 // The library's log lines, kept until Python asks: native threads never call into it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "areas.h"
 #include "kvprism/base/error.h"
 #include "kvprism/base/log.h"
+#include "text.h"
 
 namespace kvprism::bindings {
 namespace nb = nanobind;

@@ -4,7 +4,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "kvprism/backend/clock.h"
 #include "kvprism/base/error.h"
 #include "sim_engine.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

@@ -1,7 +1,5 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -12,6 +10,7 @@
 #include "areas.h"
 #include "kvprism/base/error.h"
 #include "kvprism/spec/spec_registry.h"
+#include "text.h"
 #include "whole.h"
 
 namespace kvprism::bindings {

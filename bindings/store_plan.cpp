@@ -1,7 +1,6 @@
 // What passes between scheduler and workers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -11,6 +10,7 @@
 #include "kvprism/base/error.h"
 #include "kvprism/spec/spec_registry.h"
 #include "kvprism/store/replay_run.h"
+#include "text.h"
 
 namespace kvprism::bindings {
 

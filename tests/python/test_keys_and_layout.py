@@ -70,6 +70,18 @@ def test_an_unstable_hash_is_refused_with_the_remedy() -> None:
         KeySchema.kvprism(project(), model="m", hash_algorithm="sha256_cbor")  # type: ignore[call-arg]
 
 
+def test_lone_surrogates_are_named() -> None:
+    for found in ("\ud800", "\udc80"):
+        with pytest.raises(kvprism.ConfigError) as caught:
+            KeySchema.kvprism(project(), **FACTS | {"model": "m" + found, "hash_algorithm": found})
+        assert str(caught.value) == (
+            "key schema: 2 problems\n  model = byte 1: expected UTF-8 text\n"
+            "  hash_algorithm = byte 0: expected UTF-8 text"
+        )
+    tensor = CacheTensor(np.zeros(16, np.uint8), layers=["\udc80"], block_stride=1)
+    assert tensor.layers == ["\udc80"]
+
+
 def test_short_hashes_and_unknown_shards_are_refused() -> None:
     schema = KeySchema.kvprism(project(), **FACTS)
     with pytest.raises(kvprism.ArgumentError, match="16 to 64 bytes"):
