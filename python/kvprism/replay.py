@@ -16,6 +16,7 @@ from . import sim
 from ._core import (
     CacheConfig,
     ConfigError,
+    Error,
     KeySchema,
     MemoryPool,
     ObjectStore,
@@ -26,7 +27,7 @@ from ._core import (
     memory_store,
     mooncake_store,
 )
-from .trace import TOKENS_PER_HASH, read_trace
+from .trace import TOKENS_PER_HASH, read_trace, several
 
 # Of a prompt and its output.
 MAX_MODEL_TOKENS = 1 << 20
@@ -51,17 +52,53 @@ class TraceShape:
     distinct_hashes: int
 
 
-def shape_of(path: str, limit: int | None) -> TraceShape:
-    """Reads the trace once; the first malformed line ends the replay before it begins."""
+def shape_of(path: str, limit: int | None, problems: list[str]) -> TraceShape:
+    """Reads the trace once; a malformed line ends the replay before it begins.
+
+    Args:
+        path: The trace.
+        limit: Stop after so many requests.
+        problems: Gets what is wrong with it.
+    """
     requests = longest = 0
     hashes: set[int] = set()
-    for request in read_trace(path, limit):
-        requests += 1
-        longest = max(longest, request.input_length)
-        hashes.update(request.hash_ids)
-    if requests == 0:
-        raise ConfigError(f"{path}: expected at least one request, found none")
+    try:
+        for request in read_trace(path, limit, problems):
+            requests += 1
+            longest = max(longest, request.input_length)
+            hashes.update(request.hash_ids)
+    except Error as error:
+        problems.append(str(error))
+    if requests == 0 and not problems:
+        problems.append(f"{path}: expected at least one request, found none")
     return TraceShape(requests, longest, len(hashes))
+
+
+def config_of(path: str, problems: list[str]) -> CacheConfig | None:
+    """Reads a cache config that one rank can simulate.
+
+    Args:
+        path: The file.
+        problems: Gets what is wrong with it.
+
+    Returns:
+        None when it is no cache config.
+    """
+    try:
+        config = CacheConfig.from_file(path)
+    except Error as error:
+        problems.append(str(error))
+        return None
+    if config.parallel.world != 1:
+        problems.append(
+            f"parallel = {config.parallel.world} ranks: expected one, tp = pp = pcp = 1: the replay"
+            " simulates one"
+        )
+    try:
+        Projection(config)
+    except Error as error:
+        problems.append(str(error))
+    return config
 
 
 def default_config(longest: int) -> CacheConfig:
@@ -197,13 +234,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs ``kvprism replay``; 0 when every request ran and every loaded byte was right."""
-    shape = shape_of(args.trace, args.limit)
-    config = CacheConfig.from_file(args.config) if args.config else default_config(shape.longest)
-    if config.parallel.world != 1:
-        raise ConfigError(
-            f"parallel = {config.parallel.world} ranks: expected one, tp = pp = pcp = 1: the replay"
-            " simulates one"
-        )
+    problems: list[str] = []
+    shape = shape_of(args.trace, args.limit, problems)
+    config = config_of(args.config, problems) if args.config else default_config(shape.longest)
+    if problems or config is None:
+        raise ConfigError(several(problems))
     capacity = stored_bytes(Projection(config), shape.distinct_hashes * TOKENS_PER_HASH)
     with open_store(args.store, capacity) as store:
         totals = replay(args.trace, config, store, args.limit)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ TOKENS_PER_HASH = 512
 MAX_HASH_ID = 2**54
 # A line is held in memory.
 MAX_LINE_BYTES = 64 << 20
+# Of malformed lines: whoever reads them has seen what is wrong.
+MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,20 @@ def _scramble(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
     return (numbers >> np.uint64(32)).astype(np.uint32)
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequest]:
+def read_trace(
+    path: str | Path, limit: int | None = None, problems: list[str] | None = None
+) -> Iterator[TraceRequest]:
     """Yields the requests of a trace, one line in memory at a time.
 
     Args:
         path: The file.
         limit: Stop after so many requests.
+        problems: Gets what is wrong with malformed lines, each naming file, line, key and value.
+            They are then left out, and reading ends after `MAX_PROBLEMS`.
 
     Raises:
         NotFoundError: There is no such file.
-        ConfigError: It cannot be read, or a line is malformed; names file, line, key and value.
+        ConfigError: It cannot be read, or, without `problems`, a line is malformed.
     """
     try:
         with open(path, "rb") as file:
@@ -81,8 +87,17 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequ
                 text = raw.decode("utf-8")
                 if text.isspace():
                     continue
-                yield _parse(path, number, text)
                 count += 1
+                parsed = _parse(number, text)
+                if isinstance(parsed, TraceRequest):
+                    yield parsed
+                    continue
+                told = [f"{path}:{number}{problem}" for problem in parsed]
+                if problems is None:
+                    raise ConfigError(several(told))
+                problems += told
+                if len(problems) >= MAX_PROBLEMS:
+                    return
     except FileNotFoundError:
         raise NotFoundError(f"{path}: expected a trace, found no such file") from None
     except IsADirectoryError:
@@ -93,13 +108,23 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequ
         raise ConfigError(f"{path}: expected a readable file, found {error.strerror}") from None
 
 
-def _parse(path: str | Path, number: int, text: str) -> TraceRequest:
-    def refuse(key: str, value: Any, expected: str) -> NoReturn:
+def several(problems: list[str]) -> str:
+    """One message of all of them."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = (problem.replace("\n", "\n  ") for problem in problems)
+    return "\n  ".join([f"{len(problems)} problems", *lines])
+
+
+def _parse(number: int, text: str) -> TraceRequest | list[str]:
+    """The request of a line, or what is wrong with it, from the place in the line on."""
+    problems: list[str] = []
+
+    def wrong(key: str, value: Any, expected: str) -> None:
         shown = json.dumps(value) if not isinstance(value, str) else value
         if len(shown) > 60:
             shown = shown[:57] + "..."
-        where = f"{path}:{number}: {key}" if key else f"{path}:{number}"
-        raise ConfigError(f"{where} = {shown}: expected {expected}")
+        problems.append(f"{': ' if key else ''}{key} = {shown}: expected {expected}")
 
     def whole(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -108,43 +133,48 @@ def _parse(path: str | Path, number: int, text: str) -> TraceRequest:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                refuse(key, "given twice", "one value")
+                wrong(key, "given twice", "one value")
             found[key] = value
         return found
 
     try:
         record = json.loads(text, object_pairs_hook=once)
-    except ConfigError:
-        raise
+        expected = "a JSON object"
     except json.JSONDecodeError as error:
-        refuse("", text.strip(), f"a JSON object ({error.msg} at column {error.colno})")
+        record, expected = None, f"a JSON object ({error.msg} at column {error.colno})"
     except RecursionError:
-        refuse("", text.strip(), "a JSON object (nested too deeply)")
+        record, expected = None, "a JSON object (nested too deeply)"
     except ValueError:
         # Python refuses to read numbers of thousands of digits.
-        refuse("", text.strip(), "numbers of a sensible length")
+        record, expected = None, "numbers of a sensible length"
     if not isinstance(record, dict):
-        refuse("", text.strip(), "a JSON object")
-    for key in ("timestamp", "input_length", "hash_ids"):
-        if key not in record:
-            refuse(key, "nothing", "this key to be present")
+        wrong("", text.strip(), expected)
+        return problems
 
-    timestamp, length, hash_ids = record["timestamp"], record["input_length"], record["hash_ids"]
+    def value_of(key: str) -> Any:
+        if key not in record:
+            wrong(key, "nothing", "this key to be present")
+        return record.get(key)
+
+    timestamp, length, hash_ids = map(value_of, ("timestamp", "input_length", "hash_ids"))
     is_time = whole(timestamp) or isinstance(timestamp, float)
-    if not is_time or not 0 <= timestamp < math.inf:
-        refuse("timestamp", timestamp, "a number of milliseconds, 0 or more")
-    if not whole(length) or not 1 <= length < 2**31:
-        refuse("input_length", length, "a number of tokens, 1 or more")
+    if "timestamp" in record and (not is_time or not 0 <= timestamp < math.inf):
+        wrong("timestamp", timestamp, "a number of milliseconds, 0 or more")
+    has_length = whole(length) and 1 <= length < 2**31
+    if "input_length" in record and not has_length:
+        wrong("input_length", length, "a number of tokens, 1 or more")
     if not isinstance(hash_ids, list):
-        refuse("hash_ids", hash_ids, "a list of hash ids")
+        if "hash_ids" in record:
+            wrong("hash_ids", hash_ids, "a list of hash ids")
+        return problems
     for at, hash_id in enumerate(hash_ids):
         if not whole(hash_id) or not 0 <= hash_id < MAX_HASH_ID:
-            refuse(f"hash_ids[{at}]", hash_id, "an integer from 0 to 2**54 - 1")
-    needed = -(-length // TOKENS_PER_HASH)
-    if len(hash_ids) != needed:
-        refuse(
+            wrong(f"hash_ids[{at}]", hash_id, "an integer from 0 to 2**54 - 1")
+            break  # the others are as wrong, most often
+    if has_length and len(hash_ids) != (needed := -(-length // TOKENS_PER_HASH)):
+        wrong(
             "hash_ids",
             f"{len(hash_ids)} ids",
             f"{needed}, one for each {TOKENS_PER_HASH} of input_length = {length} tokens",
         )
-    return TraceRequest(number, length, hash_ids)
+    return problems or TraceRequest(number, length, hash_ids)

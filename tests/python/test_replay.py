@@ -243,6 +243,32 @@ def test_a_malformed_line_is_named(
     assert main(["replay", str(trace), "--limit", "1", "--json"]) == 0
 
 
+def test_all_problems_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines: list[Any] = [GOOD, {"timestamp": -1, "input_length": 0}, [1], {**GOOD, "hash_ids": [1]}]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "config.json"
+    config.write_text('{"num_blocks": 0}')
+    assert main(["replay", str(trace), "--config", str(config)]) == 2
+    assert capsys.readouterr().err == (
+        "kvprism replay: 6 problems\n"
+        f"  {trace}:2: hash_ids = nothing: expected this key to be present\n"
+        f"  {trace}:2: timestamp = -1: expected a number of milliseconds, 0 or more\n"
+        f"  {trace}:2: input_length = 0: expected a number of tokens, 1 or more\n"
+        f"  {trace}:3 = [1]: expected a JSON object\n"
+        f"  {trace}:4: hash_ids = 1 ids: expected 2, one for each 512 of input_length = 600"
+        " tokens\n"
+        f"  cache config {config}: 2 problems\n"
+        "    num_blocks = 0: expected a positive integer\n"
+        "    groups: expected a list of groups (missing)\n"
+    )
+    trace.write_text("[]\n" * 1000)
+    assert main(["replay", str(trace)]) == 2
+    assert capsys.readouterr().err.count("expected a JSON object") == 20
+    with pytest.raises(kvprism.ConfigError, match=r"trace.jsonl:1 = \[\]: expected a JSON object"):
+        next(read_trace(trace))
+
+
 def test_files_that_are_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
