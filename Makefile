@@ -5,22 +5,25 @@ PYTHON := .venv/bin/python
 FUZZ_SECONDS ?= 60
 SOAK_ARGS ?=
 
-.PHONY: help setup build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel release-check bench bench-vllm fuzz soak soak-mooncake soak-vllm clean
+.PHONY: help setup package build demo demo-vllm test test-vllm test-oracle test-asan test-tsan test-mutants lint format wheel release-check bench bench-vllm fuzz soak soak-mooncake soak-vllm clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):[^#]*## (.*)/\1|\2/' | \
 	  while IFS='|' read -r name text; do printf '  make %-15s %s\n' "$$name" "$$text"; done
 
-setup: ## Install what is missing and build once
+setup: ## Install what is missing and build the package once
 	@bash scripts/setup.sh
 
-build: setup ## Bring build/release up to date with the sources
+package: setup ## Bring the library and the Python package up to date with the sources
+	@bash scripts/build.sh kvprism_package
+
+build: setup ## The same and the tests
 	@bash scripts/build.sh
 
-demo: build ## Run the demonstration
+demo: package ## Run the demonstration
 	@.venv/bin/kvprism demo
 
-demo-vllm: build ## Run the demonstration with the real vLLM on CPU (make test-vllm says more)
+demo-vllm: package ## Run the demonstration with the real vLLM on CPU (make test-vllm says more)
 	@bash scripts/vllm_run.sh examples/vllm/demo.py
 
 test: build ## C++ and Python tests
@@ -50,7 +53,7 @@ test-oracle: build ## The same decisions and keys as the real vLLM? ORACLE_ARGS 
 	@.venv-vllm/bin/python tests/oracle/objects.py
 	@.venv-vllm/bin/python tests/oracle/mutants.py
 
-lint: build ## Formats, types, spelling, rooms
+lint: package ## Formats, types, spelling, rooms
 	@bash scripts/lint.sh
 
 format: ## Rewrite sources, or FILES, into the project's format
@@ -66,7 +69,7 @@ release-check: setup ## Sdist, wheel, versions, consumers, links: what a release
 bench: build ## The core beside its floors, ratios in build/bench/results.json; BENCH_ARGS go to the program
 	@bash scripts/bench.sh $(BENCH_ARGS)
 
-bench-vllm: build ## The connectors: vLLM's own scheduler, lookups, the first token of a long prompt
+bench-vllm: package ## The connectors: vLLM's own scheduler, lookups, the first token of a long prompt
 	@bash scripts/vllm_run.sh benchmarks/vllm/scheduler_bench.py $(BENCH_ARGS)
 	@bash scripts/vllm_run.sh benchmarks/vllm/lookup_bench.py $(LOOKUP_ARGS)
 	@bash scripts/vllm_run.sh benchmarks/vllm/first_token.py $(FIRST_TOKEN_ARGS)

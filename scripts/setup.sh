@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepares everything `make demo` and `make test` need: system packages (as root), .venv, and an
-# editable install whose build tree, build/release, also holds the C++ tests. Quick when repeated.
-# With --tools it stops before the build.
+# editable install. Its build tree, build/release, is ready for the C++ tests, which build.sh builds.
+# Quick when repeated. With --tools it stops before the build.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
@@ -84,7 +84,7 @@ say "Building kvprism in build/release"
 pip uninstall -q -y kvprism 2>/dev/null || true
 log="$VENV/install.log"
 if ! CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" pip install -v --no-deps --no-build-isolation \
-  -Cbuild-dir=build/release \
+  -Cbuild-dir=build/release -Cbuild.targets=kvprism_package \
   -Ccmake.define.KVPRISM_BUILD_TESTS=ON \
   -Ccmake.define.KVPRISM_WERROR="${KVPRISM_WERROR:-OFF}" \
   -e . 2>&1 | tee "$log" | sed -n -u -E 's/^ *(\[[0-9]+\/[0-9]+\] .*)/\1/p'; then
