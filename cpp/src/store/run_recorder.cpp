@@ -49,15 +49,14 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
 }
 
 void RunRecorder::flush() noexcept {
-  const char* why = nullptr;
   try {
-    if (sink_.write != nullptr && !sink_.write(sink_.context, buffer_)) why = "takes no more";
+    if (sink_.write != nullptr && !sink_.write(sink_.context, buffer_)) {
+      sink_.write = nullptr;
+      log(LogLevel::kWarning, "the recording has ended: its sink takes no more");
+    }
   } catch (...) {  // of the engine's own: a step must not end the process
-    why = "has thrown";
-  }
-  if (why != nullptr) {
     sink_.write = nullptr;
-    log(LogLevel::kWarning, std::string("the recording has ended: its sink ") + why);
+    log(LogLevel::kWarning, "the recording has ended: its sink has thrown");
   }
   buffer_.clear();
 }
