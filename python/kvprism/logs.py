@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from ._core import take_log_lines
 
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+TYPE_CHECKING = False  # of our own: logging and typing take longer to import than the library
+if TYPE_CHECKING:
+    import logging
 
 
 def forward_log(logger: logging.Logger | None = None) -> int:
@@ -28,7 +23,9 @@ def forward_log(logger: logging.Logger | None = None) -> int:
     """
     lines = take_log_lines()
     if lines:
+        import logging
+
         target = logger or logging.getLogger("kvprism")
         for level, text in lines:
-            target.log(_LEVELS[level], "%s", text)
+            target.log(getattr(logging, level.upper()), "%s", text)
     return len(lines)

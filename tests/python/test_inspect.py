@@ -251,6 +251,6 @@ def test_import_is_light() -> None:
     """What takes long to import is left to those who use it."""
     script = (
         "import sys; import kvprism; "
-        "print(*{'torch', 'numpy', 'vllm', 'mooncake', 'argparse'} & set(sys.modules))"
+        "print(*{'torch', 'numpy', 'vllm', 'mooncake', 'argparse', 'logging'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "\n"
