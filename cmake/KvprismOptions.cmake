@@ -1,19 +1,21 @@
 # User-visible options. Tests and tools default to ON only where kvprism is the top-level project.
 
-# scikit-build-core sets SKBUILD to a number, which option() would read as false: test it, never
-# pass it on.
+# scikit-build-core sets SKBUILD, for whichever project it builds: only ours makes our wheel.
+set(kvprism_in_wheel OFF)
+if(DEFINED SKBUILD AND PROJECT_IS_TOP_LEVEL)
+  set(kvprism_in_wheel ON)
+endif()
 set(kvprism_python_default OFF)
 set(kvprism_extras_default ${PROJECT_IS_TOP_LEVEL})
-set(kvprism_hash_default ${PROJECT_IS_TOP_LEVEL})
-if(DEFINED SKBUILD)
+if(kvprism_in_wheel)
   set(kvprism_python_default ON)
-  set(kvprism_hash_default ON)
   set(kvprism_extras_default OFF)
 endif()
 
 option(BUILD_SHARED_LIBS "Build kvprism as a shared library" ON)
 option(KVPRISM_BUILD_PYTHON "Build the Python extension kvprism._core" ${kvprism_python_default})
-option(KVPRISM_BUILD_HASH "Build kvprism::hash, which needs OpenSSL" ${kvprism_hash_default})
+option(KVPRISM_BUILD_HASH "Build kvprism::hash, which needs OpenSSL" ${PROJECT_IS_TOP_LEVEL})
+option(KVPRISM_INSTALL "Install kvprism with the project it is in" ${PROJECT_IS_TOP_LEVEL})
 option(KVPRISM_BUILD_TESTS "Build the C++ tests" ${kvprism_extras_default})
 option(KVPRISM_BUILD_BENCHMARKS "Build the C++ benchmarks" OFF)
 option(KVPRISM_BUILD_FUZZ "Build the fuzz targets with libFuzzer (needs clang)" OFF)
@@ -44,7 +46,7 @@ endif()
 set(CMAKE_CXX_SCAN_FOR_MODULES OFF)
 
 # In a wheel everything lies inside the Python package.
-if(DEFINED SKBUILD)
+if(kvprism_in_wheel)
   set(CMAKE_INSTALL_LIBDIR kvprism/lib)
   set(CMAKE_INSTALL_INCLUDEDIR kvprism/include)
 endif()

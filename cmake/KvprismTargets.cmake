@@ -64,7 +64,7 @@ function(kvprism_library_defaults target)
     )
   endif()
   # A wheel cannot hold the symbolic links of a versioned library.
-  if(NOT DEFINED SKBUILD)
+  if(NOT kvprism_in_wheel)
     set_target_properties(
       ${target}
       PROPERTIES

@@ -3,28 +3,26 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import sys
 import zipfile
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+
+# What is built, and what says how to find it; the sources' own files come from the sources.
 REQUIRED = (
-    r"kvprism/__init__\.py",
-    r"kvprism/py\.typed",
-    r"kvprism/cache_config\.schema\.json",
     r"kvprism/_core\.[^/]*\.so",
     r"kvprism/_core\.pyi",
-    r"kvprism/hash\.py",
-    r"kvprism/vllm/connector\.py",
     r"kvprism/lib/libkvprism\.so",
     r"kvprism/lib/libkvprism_hash\.so",
     r"kvprism/lib/kvprism-mooncake-probe",
     r"kvprism/lib/cmake/kvprism/kvprismConfigVersion\.cmake",
     r"kvprism/lib/cmake/kvprism/kvprismConfig\.cmake",
     r"kvprism/lib/cmake/kvprism/kvprismTargets\.cmake",
+    r"kvprism/lib/cmake/kvprism/kvprismHashTargets\.cmake",
     r"kvprism/include/kvprism/base/version\.h",
-    r"kvprism/include/kvprism/base/error\.h",
-    r"kvprism/include/kvprism/hash/block_hasher\.h",
-    r"kvprism/include/kvprism/kvprism\.h",
     r"kvprism-[^/]*\.dist-info/entry_points\.txt",
     r"kvprism-[^/]*\.dist-info/licenses/LICENSE",
 )
@@ -35,6 +33,36 @@ FORBIDDEN = (
     r".*\.(a|o|cpp)",
     r"(?!kvprism[/-]).*",
 )
+# Sections of entry_points.txt: programs, vLLM's plugins, and where CMake looks for packages.
+ENTRY_POINTS = {
+    "console_scripts": "kvprism = kvprism.cli:main",
+    "vllm.general_plugins": "kvprism = kvprism.vllm.plugin:register",
+    "cmake.prefix": "kvprism = kvprism",
+}
+
+
+def of_the_sources() -> set[str]:
+    """Every module and every header that users include."""
+    python = ROOT / "python"
+    headers = ROOT / "cpp/include"
+    modules = [path for path in python.rglob("*") if path.suffix in (".py", ".json", ".typed")]
+    names = {path.relative_to(python).as_posix() for path in modules}
+    names |= {
+        f"kvprism/include/{path.relative_to(headers).as_posix()}"
+        for path in headers.rglob("*.h")
+        if "kvprism/sim/" not in path.as_posix()
+    }
+    return names
+
+
+def entry_point_problems(text: str) -> list[str]:
+    found = configparser.ConfigParser(delimiters=("\0",), allow_no_value=True)
+    found.read_string(text)
+    return [
+        f"entry_points.txt: [{section}] lacks '{line}'"
+        for section, line in ENTRY_POINTS.items()
+        if not found.has_section(section) or line not in found[section]
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +74,9 @@ def main(arguments: list[str]) -> int:
         executable = {
             info.filename for info in wheel.infolist() if (info.external_attr >> 16) & 0o111
         }
-    problems = []
+        texts = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
+        problems = entry_point_problems(wheel.read(texts[0]).decode() if texts else "")
+    problems += [f"{name}: not in the wheel" for name in sorted(of_the_sources() - set(names))]
     for pattern in REQUIRED:
         count = sum(re.fullmatch(pattern, name) is not None for name in names)
         if count != 1:

@@ -4,6 +4,8 @@ VENV="$ROOT/.venv"
 BUILD="$ROOT/build/release"
 JOBS="$(nproc 2>/dev/null || echo 2)"
 export ROOT VENV BUILD JOBS
+# What one build tree has compiled, ccache knows in the others, also of a wheel.
+export CCACHE_BASEDIR="$ROOT" CCACHE_NOHASHDIR=1
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -86,6 +86,7 @@ log="$VENV/install.log"
 if ! CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" pip install -v --no-deps --no-build-isolation \
   -Cbuild-dir=build/release -Cbuild.targets=kvprism_package \
   -Ccmake.define.KVPRISM_BUILD_TESTS=ON \
+  -Ccmake.define.KVPRISM_BUILD_BENCHMARKS=ON \
   -Ccmake.define.KVPRISM_WERROR="${KVPRISM_WERROR:-OFF}" \
   -e . 2>&1 | tee "$log" | sed -n -u -E 's/^ *(\[[0-9]+\/[0-9]+\] .*)/\1/p'; then
   if grep -q 'FAILED: ' "$log"; then

@@ -8,10 +8,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "kvprism/base/error.h"
 #include "kvprism/base/version.h"
 #include "kvprism/group/projection.h"
 #include "kvprism/hit/hit_search.h"
@@ -194,36 +196,73 @@ void segments(Pairs& pairs, std::uint32_t blocks) {
       });
 }
 
+struct Options {
+  std::string json, commit, mooncake;
+  int pairs = 15;
+  double sample_ms = 20;
+};
+
+// False: what is wrong has been said.
+bool read_options(std::span<char* const> words, Options& options) {
+  bool good = true;
+  const auto wrong = [&](std::string_view word, const char* expected) {
+    std::fprintf(stderr, "core_bench: %.*s: expected %s\n", static_cast<int>(word.size()),
+                 word.data(), expected);
+    good = false;
+  };
+  const auto number = [&](std::string_view option, const std::string& text, double least) {
+    char* end = nullptr;
+    const double value = std::strtod(text.c_str(), &end);
+    if (text.empty() || *end != 0 || !(value >= least))
+      wrong(std::string(option) + " = " + text, least < 1 ? "a positive number" : "3 or more");
+    return value;
+  };
+  for (std::size_t i = 0; i < words.size(); i += 2) {
+    const std::string_view option = words[i];
+    const std::string value = i + 1 < words.size() ? words[i + 1] : "";
+    if (i + 1 == words.size()) wrong(option, "a value behind it");
+    if (option == "--json") {
+      options.json = value;
+    } else if (option == "--commit") {
+      options.commit = value;
+    } else if (option == "--mooncake") {
+      options.mooncake = value;
+    } else if (option == "--pairs") {
+      options.pairs = static_cast<int>(std::min(number(option, value, 3), 1e6));
+    } else if (option == "--sample-ms") {
+      options.sample_ms = number(option, value, 0.001);
+    } else {
+      wrong(option, "--json, --commit, --mooncake, --pairs or --sample-ms");
+    }
+  }
+  return good;
+}
+
 }  // namespace
 }  // namespace kvprism::bench
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   using namespace kvprism;         // NOLINT(google-build-using-namespace): the program itself
   using namespace kvprism::bench;  // NOLINT(google-build-using-namespace)
   // Else the pool that lies at the end of the heap would give its pages back at every eviction.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  std::string json, commit, mooncake;
-  int count = 15;
-  double sample_ms = 20;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string_view option = argv[i];
-    if (option == "--json") json = argv[i + 1];
-    if (option == "--commit") commit = argv[i + 1];
-    if (option == "--mooncake") mooncake = argv[i + 1];
-    if (option == "--pairs") count = std::atoi(argv[i + 1]);
-    if (option == "--sample-ms") sample_ms = std::atof(argv[i + 1]);
-  }
-  Pairs pairs(std::max(count, 3), sample_ms);
+  Options options;
+  if (!read_options(std::span(argv, static_cast<std::size_t>(argc)).subspan(1), options)) return 2;
+  Pairs pairs(options.pairs, options.sample_ms);
   Pairs::print_header();
   for (const std::size_t size : {1024, 16384}) keys(pairs, size);
   for (const std::uint32_t size : {1024, 16384}) hit_search(pairs, size);
   for (const std::uint32_t size : {128, 16384}) plans(pairs, size);
   segments(pairs, 1024);
   memory_store(pairs);
-  if (!mooncake.empty()) mooncake_store(pairs, mooncake);
-  if (!json.empty() && !pairs.write_json(json.c_str(), kVersionString, commit.c_str())) {
-    std::fprintf(stderr, "core_bench: %s cannot be written\n", json.c_str());
+  if (!options.mooncake.empty()) mooncake_store(pairs, options.mooncake);
+  if (!options.json.empty() &&
+      !pairs.write_json(options.json.c_str(), kVersionString, options.commit.c_str())) {
+    std::fprintf(stderr, "core_bench: %s cannot be written\n", options.json.c_str());
     return 1;
   }
   return 0;
+} catch (const kvprism::Error& error) {
+  std::fprintf(stderr, "core_bench: %s\n", error.what());
+  return 1;
 }

@@ -16,6 +16,7 @@
 #include "kvprism/layout/segment_map.h"
 #include "kvprism/spec/spec_registry.h"
 #include "kvprism/store/store_worker.h"
+#include "native.h"
 
 namespace kvprism::bench {
 namespace {
@@ -190,52 +191,45 @@ void memory_store(Pairs& pairs) {
 void mooncake_store(Pairs& pairs, const std::string& master) {
   MooncakeOptions options;
   options.master = master;
-  const BlockingClientFactory factory = mooncake_client_factory(options);
   Setting setting("bench-mooncake");
-  const auto store = std::make_shared<BlockingStore>(factory);
+  const auto store = std::make_shared<BlockingStore>(mooncake_client_factory(options));
   StoreWorker worker(setting.schema(), setting.map(), store, {});
   const auto wait = [&] { store->wait_for_completion(milliseconds(1)); };
-  const std::unique_ptr<BlockingClient> bare = factory();
-  for (const Region& region : setting.map()->regions()) bare->register_region(region);
+  NativeStore bare(options, setting.map()->regions());
 
   // Each save has keys of its own; every sample is one job, as the pool must hold them all.
   std::uint64_t next = 1, at = 0;
-  std::vector<std::unique_ptr<ObjectBatch>> batches;
+  std::vector<NativeBatch> batches;
   for (int i = 0; i < pairs.floor_samples(); ++i)
-    batches.push_back(setting.batch((1ull << 32) + static_cast<std::uint64_t>(i)));
-  std::vector<ItemResult> items(kBlocks);
+    batches.emplace_back(*setting.batch((1ull << 32) + static_cast<std::uint64_t>(i)));
   const Work save = [&](std::uint64_t n) {
     for (; n > 0; --n) run_job(worker, setting.plan(JobKind::kSave, next++), wait);
   };
   const Work put = [&](std::uint64_t n) {
-    for (; n > 0; --n) {
-      bare->put(*batches.at(at++), items);
-      check_all(items);
-    }
-  };
-  save(1);
-  pairs.compare("save to Mooncake", kItem, kItems, save, "bare put of a prebuilt batch", put, 1);
-
-  const auto known = setting.batch(1);
-  const Work load = [&](std::uint64_t n) {
-    for (; n > 0; --n) run_job(worker, setting.plan(JobKind::kLoad, 1), wait);
-  };
-  const Work get = [&](std::uint64_t n) {
-    for (; n > 0; --n) {
-      bare->get(*known, items);
-      check_all(items);
-    }
+    for (; n > 0; --n) bare.put(batches.at(at++));
   };
   const Work copy = [&](std::uint64_t n) {
     for (; n > 0; --n) setting.copy_all();
   };
-  pairs.compare("load from Mooncake", kItem, kItems, load, "bare get of a prebuilt batch", get);
+  save(1);
+  pairs.compare("save to Mooncake", kItem, kItems, save, "Mooncake's put of a prebuilt batch", put,
+                1);
+  pairs.compare("save to Mooncake", kItem, kItems, save, "memcpy of the same bytes", copy, 1);
+
+  const NativeBatch known(*setting.batch(1));
+  const Work load = [&](std::uint64_t n) {
+    for (; n > 0; --n) run_job(worker, setting.plan(JobKind::kLoad, 1), wait);
+  };
+  const Work get = [&](std::uint64_t n) {
+    for (; n > 0; --n) bare.get(known);
+  };
+  pairs.compare("load from Mooncake", kItem, kItems, load, "Mooncake's get of a prebuilt batch",
+                get);
   pairs.compare("load from Mooncake", kItem, kItems, load, "memcpy of the same bytes", copy);
 
   worker.close(monotonic_now(), seconds(5));
   store->close_index(seconds(5));
   store->close_store(seconds(5));
-  bare->tear_down();
 }
 
 }  // namespace kvprism::bench

@@ -72,7 +72,7 @@ std::string key_of(const Given& setup) { return key_of(*make(setup)); }
 // The text of keys is a promise to every store that holds objects already.
 TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
   EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
-            "kvp1/-/88253a89c5fd89582d8f544d2f48915c/1.0.0.0/1/"
+            "kvp1/-/1968c726bc6b03118e2be66a7c0da4b1/1.0.0.0/1/"
             "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
 }
 
@@ -371,6 +371,49 @@ TEST(KeySchema, VllmRanksWithEqualHeadsShareAKeyAndTheWorkOfStoring) {
     EXPECT_EQ(schema->stores(window, rank, chunk), chunk % 4 == 3) << chunk;
     EXPECT_TRUE(schema->stores(states, rank, chunk));
   }
+}
+
+TEST(KeySchema, RanksThatHoldTheSameBytesShareAKey) {
+  Given setup = base();
+  setup.config.parallel.tp = 8;
+  auto& one_head = std::get<AttentionPayload>(setup.config.groups[0].spec.payload);
+  one_head.num_kv_heads = 1;
+  one_head.total_num_kv_heads = 2;
+  // Two heads of four a rank: which, nobody says.
+  std::get<AttentionPayload>(setup.config.groups[2].spec.payload).total_num_kv_heads = 4;
+  const auto replicas = [&](std::uint32_t group) {
+    return make(setup)->replicas(StoreIndex{group});
+  };
+  EXPECT_EQ(replicas(0), 4u);
+  EXPECT_EQ(replicas(1), 1u);
+  EXPECT_EQ(replicas(2), 1u) << "states, each rank its own";
+  EXPECT_THAT(make(setup)->shards(StoreIndex{0}),
+              testing::ElementsAre(RankPosition{.tp = 0}, RankPosition{.tp = 1}));
+  EXPECT_EQ(make(setup)->shard_of(StoreIndex{0}, {.tp = 5}), (RankPosition{.tp = 1}));
+  EXPECT_THAT(key_of(*make(setup), StoreIndex{0}, {.tp = 1}), HasSubstr("/1.0.0.0/0/"));
+
+  std::get<StatePayload>(setup.config.groups[3].spec.payload).tp_replicated = true;
+  EXPECT_EQ(replicas(2), 8u);
+  one_head.total_num_kv_heads = 3;
+  EXPECT_EQ(replicas(0), 1u) << "three heads are on eight ranks unevenly";
+  one_head.total_num_kv_heads = 1;
+  EXPECT_EQ(replicas(0), 8u);
+
+  // Layers of a wrapper share what all of them share.
+  GroupConfig& group = setup.config.groups[0];
+  LayerSpec second{group.spec, {"b"}};
+  std::get<AttentionPayload>(second.spec.payload).total_num_kv_heads = 2;
+  group.members = {{group.spec, group.layers}, second};
+  group.spec = CacheSpec{};
+  group.spec.kind = kUniformKind;
+  group.layers.clear();
+  EXPECT_EQ(replicas(0), 4u);
+
+  setup.config.groups[2].spec.kind = "full_attention";
+  setup.config.groups[2].spec.sliding_window.reset();
+  setup.config.groups.pop_back();
+  setup.config.parallel.dcp = 2;
+  EXPECT_EQ(replicas(0), 1u) << "the ranks hold other tokens";
 }
 
 std::string refusal(const Given& setup) {

@@ -19,6 +19,7 @@ def test_code_is_an_excerpt_of_the_example(language: str, example: str) -> None:
 
 def test_make_targets_exist() -> None:
     names = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in ("README.md", "CONTRIBUTING.md", "docs/testing.md"):
-        for target in re.findall(r"make ([a-z-]+)", (ROOT / page).read_text()):
-            assert target in names, f"{page}: make {target}"
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
+            assert target in names, f"{page.name}: make {target}"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <variant>
 
@@ -45,7 +46,7 @@ struct KeySchema::Impl {
 
 namespace {
 
-constexpr std::string_view kSchemaVersion = "1";
+constexpr std::string_view kSchemaVersion = "2";
 
 std::string escaped(std::string_view name) {
   if (name.empty()) return "-";
@@ -199,6 +200,27 @@ std::uint32_t true_replicas(const CacheSpec& spec, const ParallelSizes& parallel
       std::max<std::uint64_t>(1, copies / attention->total_num_kv_heads));
 }
 
+// Tensor ranks that hold the same bytes of one layer for certain: not where ranks hold several of a
+// model's heads each, since nobody says which.
+std::uint32_t certain_replicas(const CacheSpec& spec, std::uint32_t tp) {
+  if (const auto* const state = std::get_if<StatePayload>(&spec.payload))
+    return state->tp_replicated ? tp : 1;
+  const auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
+  if (attention == nullptr || attention->total_num_kv_heads == 0) return 1;
+  const std::uint32_t total = attention->total_num_kv_heads;
+  if (attention->num_kv_heads == total) return tp;
+  return attention->num_kv_heads == 1 && tp % total == 0 ? tp / total : 1;
+}
+
+// Tensor ranks that share one shard: as many as hold the same bytes of every layer.
+std::uint32_t shared_replicas(const ResolvedGroup& group, const ParallelSizes& parallel) {
+  if (parallel.dcp > 1) return 1;  // they hold other tokens
+  std::uint32_t replicas = parallel.tp;
+  for (const CacheSpec& spec : group.specs)
+    replicas = std::gcd(replicas, certain_replicas(spec, parallel.tp));
+  return replicas;
+}
+
 // Ranks that share a key in the reference, which counts the heads of the whole model.
 std::uint32_t vllm_replicas(const Projection& projection, StoreIndex index, ProblemList& problems) {
   const ResolvedGroup& group = projection.group(index);
@@ -285,9 +307,11 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
     const std::vector<std::uint32_t>& stages = projection->group(index).stages;
     Impl::Group group;
-    group.tp_shards = parallel.tp;
+    group.replicas = shared_replicas(projection->group(index), parallel);
+    group.tp_shards = parallel.tp / group.replicas;
     for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
       const RankPosition shard = rank_position(Rank{rank}, parallel);
+      if (shard.tp >= group.tp_shards) continue;
       group.add(shard, start + position_text(shard) + "/" + std::to_string(raw(index)) + "/",
                 std::binary_search(stages.begin(), stages.end(), shard.pp));
     }

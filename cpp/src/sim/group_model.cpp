@@ -91,6 +91,8 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
     if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
       const std::uint32_t held = attention->num_kv_heads * projection.parallel().tp;
       model.replicas = std::max(1u, held / attention->total_num_kv_heads);
+    } else if (const auto* alike = std::get_if<StatePayload>(&group.spec.payload)) {
+      if (alike->tp_replicated) model.replicas = projection.parallel().tp;
     }
     model.family = groups.size();
     for (std::size_t other = 0; other < groups.size() && model.stored; ++other) {

@@ -32,7 +32,7 @@ struct WorldShape {
   std::uint32_t alignment = 0;  // hits end on multiples of it
   std::uint32_t step = 0;       // S
   std::string layout;
-  bool vllm_keys = false;  // replicas share their keys
+  bool vllm_keys = false;
 };
 
 // Where an object lies, read from the text of its key.
@@ -102,7 +102,7 @@ class ObjectJudge {
  private:
   // Tensor ranks that share a key of the group.
   std::uint32_t sharing(std::size_t stored) const noexcept {
-    return shape_.vllm_keys ? stored_[stored]->replicas : 1;
+    return shape_.dcp > 1 ? 1 : stored_[stored]->replicas;
   }
   std::size_t shards(std::size_t stored) const noexcept {
     return shape_.tp / sharing(stored) * stages_.size();

@@ -154,6 +154,21 @@ void reshape(SeededRandom& random, CacheConfig& config) {
   }
 }
 
+// Tensor ranks that hold the same heads or states.
+void replicate(SeededRandom& random, CacheConfig& config) {
+  const std::uint32_t heads = config.parallel.tp / pick(random, std::array{1u, 2u, 2u});
+  for (GroupConfig& group : config.groups) {
+    if (is_scratch(group) || random.chance(1, 3)) continue;
+    change_specs(group, [&](CacheSpec& spec) {
+      if (auto* const state = std::get_if<StatePayload>(&spec.payload)) state->tp_replicated = true;
+      auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
+      if (attention == nullptr || spec.page_size_padded) return;
+      attention->num_kv_heads = 1;
+      attention->total_num_kv_heads = std::max(1u, heads);
+    });
+  }
+}
+
 using Kinds = std::vector<std::pair<std::string, std::uint32_t>>;
 
 Kinds kinds_of(SeededRandom& random, std::uint32_t small, std::uint32_t large) {
@@ -216,6 +231,7 @@ CacheConfig cache_config(SeededRandom& random) {
   });
   if (config.parallel.tp > 1 && !windows && random.chance(1, 3)) config.parallel.dcp = 2;
   if (random.chance(1, 2)) allow_partial_hits(random, config);
+  if (config.parallel.tp > 1 && random.chance(1, 2)) replicate(random, config);
   config.key_namespace = random.chance(1, 2) ? "" : "tenant-" + std::to_string(random.below(9));
   return config;
 }

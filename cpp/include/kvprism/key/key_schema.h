@@ -73,18 +73,20 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 //
 //   kvp1/<namespace>/<fingerprint, 32 hex>/<tp>.<pp>.<pcp>.<dcp>/<store index>/<hash, hex>
 //
-// In a namespace letters, digits, '.', '_', '-' and '@' stand for themselves and every other byte
-// is %XX, so that it is one path component and no two namespaces spell alike; empty is "-", and
-// "-" itself is "%2D".
+// In a namespace letters, digits and '.', '_', '-', '@' are themselves, every other byte is %XX:
+// one path component, and no two namespaces alike; empty is "-", and "-" is "%2D". Neighbouring
+// tensor ranks with equal bytes (latent kinds, states that all hold, one head a rank of a model
+// with fewer heads than ranks; never with dcp) share one tp, and each stores its part of the chunks
+// (R58).
 //
 // Schema `vllm`, byte for byte that of vLLM's built-in connector (store_connector 3.1-3.3):
 //
 //   [<namespace>@]<model>@tp_rank:<tp>@pcp<pcp>@dcp<dcp>@pp_rank:<pp>@group:<group>@<hash>
 //
 // with the namespace as it is, the last path component of the model, the store index and the hash
-// in hex. Ranks that hold the same
-// bytes share one tp. Such a key says nothing of dtype, layout, sizes or revision: whoever chooses
-// it vouches that all users of the pool agree.
+// in hex. Ranks that hold the same bytes share one tp, as the reference counts them. Such a key
+// says nothing of dtype, layout, sizes or revision: its chooser vouches that all users of the pool
+// agree.
 //
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {

@@ -1,0 +1,3 @@
+#include <kvprism/spec/spec_registry.h>
+
+int main() { return kvprism::SpecRegistry::builtin().find("full_attention") == nullptr ? 1 : 0; }
