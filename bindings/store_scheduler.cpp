@@ -566,7 +566,8 @@ Returns:
           [](BoundScheduler& b) {
             return Use(b).with([](auto& s) { return s.has_pending_work(); });
           },
-          "True while a job is not quiet: the engine must keep stepping.")
+          "True while the engine must keep stepping: a job is not quiet, or something waits to be "
+          "taken.")
       .def(
           "tracked", [](BoundScheduler& b) { return Use(b)->tracked(); },
           "Requests, jobs and lookups that are remembered; 0 at the end of a clean run.")

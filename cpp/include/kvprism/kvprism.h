@@ -495,7 +495,7 @@ KVPRISM_API kvprism_status kvprism_scheduler_take_acquired(kvprism_scheduler* sc
 KVPRISM_API kvprism_status kvprism_scheduler_take_released(kvprism_scheduler* scheduler,
                                                            kvprism_blocks* blocks,
                                                            kvprism_error** error);
-/* While true the engine keeps stepping, also without requests. */
+/* While true the engine keeps stepping, also without requests: also while ids wait to be taken. */
 KVPRISM_API kvprism_status kvprism_scheduler_has_pending_work(const kvprism_scheduler* scheduler,
                                                               bool* pending, kvprism_error** error);
 KVPRISM_API kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,

@@ -1775,7 +1775,9 @@ class StoreScheduler:
         """
 
     def has_pending_work(self) -> bool:
-        """True while a job is not quiet: the engine must keep stepping."""
+        """
+        True while the engine must keep stepping: a job is not quiet, or something waits to be taken.
+        """
 
     def tracked(self) -> int:
         """

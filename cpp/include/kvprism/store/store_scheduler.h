@@ -331,8 +331,8 @@ class KVPRISM_API StoreScheduler {
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
 
-  // True while a job is not quiet: the engine must keep stepping. Jobs in quarantine do not count,
-  // as only their client's end can release them; a later step takes that in.
+  // True while the engine must keep stepping: a job is not quiet, or something waits to be taken.
+  // Jobs in quarantine do not count: only their client's end releases them, in a later step.
   bool has_pending_work() const noexcept;
   // Requests, jobs and lookups that are remembered; all 0 at the end of a clean run.
   std::size_t tracked() const noexcept;
