@@ -124,6 +124,7 @@ static void step(Engine* engine, const kvprism_ready* ready) {
     OK(kvprism_scheduler_report(engine->scheduler, copy + 1, length, kvprism_now(), &error));
     free(copy);
   } else if (engine->pump_thread) {
+    OK(kvprism_worker_wait(engine->worker, INT64_MIN, &error)); /* no time at all */
     OK(kvprism_worker_wait(engine->worker, kSecond / 1000, &error));
   }
   follow_references(engine);

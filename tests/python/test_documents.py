@@ -49,13 +49,14 @@ def test_a_kind_of_cache_is_added_as_contributing_says(tmp_path: Path) -> None:
     assert "groups[0].kind" in compile_and_run(without, CXX, "-std=c++20")
 
 
-def test_the_step_of_the_cpp_page(tmp_path: Path) -> None:
-    step, _ = code("docs/cpp.md", "cpp")
+def test_code_of_the_cpp_page(tmp_path: Path) -> None:
+    step, hashing = code("docs/cpp.md", "cpp")
     (setup,) = code("README.md", "cpp")
     setup = setup.split("  StoreScheduler scheduler", 1)[0]
-    path = tmp_path / "step.cpp"
+    path = tmp_path / "page.cpp"
     path.write_text(
         """
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <span>
@@ -65,6 +66,7 @@ def test_the_step_of_the_cpp_page(tmp_path: Path) -> None:
 #include "kvprism/backend/pump_thread.h"
 #include "kvprism/checked/checked_scheduler.h"
 #include "kvprism/group/cache_config.h"
+#include "kvprism/hash/block_hasher.h"
 #include "kvprism/layout/segment_map.h"
 using namespace kvprism;
 struct Request {
@@ -83,7 +85,19 @@ constexpr std::size_t kPage = 16 * (8 + 8) * 2;
 constexpr const char* kConfig =
     R"({"num_blocks": 8, "groups": [{"kind": "full_attention", "layers": ["l0"],
   "block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "float16"}]})";
+struct Scheduler {
+  void advanced(int, std::uint32_t accepted, const HashList& hashes) {
+    std::printf("%u tokens, %u hashes of %u bytes\\n", accepted, hashes.count, hashes.width);
+  }
+};
+void hash() {
+  Scheduler scheduler;
+  const int request = 1;
+  const std::uint32_t accepted = 40, count = 2;
+  const std::vector<std::uint32_t> tokens(40, 7);
 """
+        + hashing
+        + "}\n"
         + step
         + "int main() {\n  std::vector<std::byte> memory(8 * kPage);\n"
         + setup
@@ -96,37 +110,13 @@ constexpr const char* kConfig =
   Pool pool;
   step(scheduler, *worker, pump, request, pool, monotonic_now());
   std::printf("%lu bytes\\n", static_cast<unsigned long>(worker->counters().bytes_stored));
+  hash();
 }
 """
     )
-    assert compile_and_run(path, CXX, "-std=c++20") == "+2 -2 1024 bytes\n"
-
-
-def test_hashes_of_the_cpp_page(tmp_path: Path) -> None:
-    _, hashing = code("docs/cpp.md", "cpp")
-    path = tmp_path / "hashing.cpp"
-    path.write_text(
-        """
-#include <cstdint>
-#include <cstdio>
-#include <vector>
-#include "kvprism/hash/block_hasher.h"
-#include "kvprism/key/key_schema.h"
-struct Scheduler {
-  void advanced(int, std::uint32_t accepted, const kvprism::HashList& hashes) {
-    std::printf("%u tokens, %u hashes of %u bytes\\n", accepted, hashes.count, hashes.width);
-  }
-};
-int main() {
-  Scheduler scheduler;
-  const int request = 1;
-  const std::uint32_t accepted = 40, count = 2;
-  const std::vector<std::uint32_t> tokens(40, 7);
-"""
-        + hashing
-        + "}\n"
+    assert compile_and_run(path, CXX, "-std=c++20") == (
+        "+2 -2 1024 bytes\n40 tokens, 2 hashes of 32 bytes\n"
     )
-    assert compile_and_run(path, CXX, "-std=c++20") == "40 tokens, 2 hashes of 32 bytes\n"
 
 
 def test_errors_of_the_c_interface(tmp_path: Path) -> None:
