@@ -360,7 +360,7 @@ Raises:
   m.def("mooncake_store", &mooncake_store, nb::kw_only(), "master"_a,
         "local_hostname"_a = "127.0.0.1", "metadata_server"_a = "P2PHANDSHAKE",
         "protocol"_a = "tcp", "rdma_devices"_a = std::vector<std::string>(),
-        "global_segment_size"_a = 0, "local_buffer_size"_a = 0, "max_slices_per_call"_a = 512,
+        "global_segment_size"_a = 0, "local_buffer_size"_a = 0, "max_slices_per_call"_a = 8192,
         "max_bytes_per_call"_a = 256u << 20, "connect_timeout_seconds"_a = 2.0, "library"_a = "",
         "site_packages"_a = nb::none(), "python_library"_a = "", "unknown_build"_a = "refuse",
         "environment"_a = std::map<std::string, std::string>(), "rdma_device_folder"_a = nb::none(),
@@ -374,7 +374,7 @@ Args:
     rdma_devices: For rdma only; Mooncake chooses when empty.
     global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB.
     local_buffer_size: Bytes of Mooncake's staging buffer; 0, or at least 16 MiB.
-    max_slices_per_call: Pieces of memory per native call, 1 to 1024.
+    max_slices_per_call: Pieces of memory per native call, 1 to 8192; at most half of Mooncake's TCP queue to a peer.
     max_bytes_per_call: Bytes per call that a worker makes; 0 for no limit.
     connect_timeout_seconds: Bound for reaching the master's port.
     library: Path of Mooncake's store library; found by itself when empty.

@@ -452,5 +452,20 @@ TEST(Probe, VerdictsAreCachedByHash) {
   ::unsetenv("XDG_CACHE_HOME");
 }
 
+TEST(MooncakeQueue, OnlyWhatCanBeReliedOnIsUsed) {
+  const MooncakeAbiRow tried{"d", "0.3.13.post1", "cp311", "store.so", "ab", true};
+  const MooncakeAbiRow other{"d", "0.3.14", "cp311", "store.so", "cd", false};
+  EXPECT_EQ(mooncake::tcp_queue_of(&tried, false, nullptr), 1024U);
+  EXPECT_EQ(mooncake::tcp_queue_of(&tried, false, "16384"), 16384U);
+  EXPECT_EQ(mooncake::tcp_queue_of(&tried, false, "300"), 300U);
+  EXPECT_EQ(mooncake::tcp_queue_of(&tried, true, "16384"), 1024U) << "it may be open with less";
+  EXPECT_EQ(mooncake::tcp_queue_of(&tried, true, "300"), 300U);
+  EXPECT_EQ(mooncake::tcp_queue_of(&other, false, "16384"), 1024U) << "it may not know the name";
+  EXPECT_EQ(mooncake::tcp_queue_of(nullptr, false, "300"), 300U);
+  for (const char* refused : {"0", "65536", "many", "12x", "", "-1"}) {
+    EXPECT_EQ(mooncake::tcp_queue_of(&tried, false, refused), 1024U) << refused;
+  }
+}
+
 }  // namespace
 }  // namespace kvprism

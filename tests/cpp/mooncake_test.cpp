@@ -26,7 +26,7 @@ TEST_F(Mooncake, RoundTripOfOddSizes) {
   MooncakeMaster master(site_packages_);
   BlockingStore store(mooncake_client_factory(options(master)));
   EXPECT_EQ(store.capabilities().name, "mooncake 0.3.13.post1 tcp");
-  EXPECT_EQ(store.capabilities().max_segments_per_call, 512u);
+  EXPECT_EQ(store.capabilities().max_segments_per_call, 8192u);
   EXPECT_FALSE(store.capabilities().device_memory);
   const Memory memory(8 << 20);
   store.add_region(memory.region());
@@ -101,7 +101,9 @@ TEST_F(Mooncake, RegionsThatAreRegisteredInPiecesMoveTheSameBytes) {
 
 TEST_F(Mooncake, ManySlicesAreCutAndSucceed) {
   MooncakeMaster master(site_packages_);
-  BlockingStore store(mooncake_client_factory(options(master)));
+  MooncakeOptions wanted = options(master);
+  wanted.max_slices_per_call = 512;
+  BlockingStore store(mooncake_client_factory(wanted));
   const Memory memory(8 << 20);
   store.add_region(memory.region());
   Operations run(store);
@@ -126,6 +128,35 @@ TEST_F(Mooncake, ManySlicesAreCutAndSucceed) {
   EXPECT_EQ(std::memcmp(memory.at(0), memory.at(4 << 20), kKeys * kSegments * kBytes), 0);
 }
 
+TEST_F(Mooncake, ThousandsOfSlicesGoInOneCallAlsoBesideThoseOfAPut) {
+  MooncakeMaster master(site_packages_);
+  BlockingStore store(mooncake_client_factory(options(master)));
+  const Memory memory(8 << 20);
+  store.add_region(memory.region());
+  Operations run(store);
+  memory.fill(0, 4 << 20, 12);
+  constexpr std::size_t kKeys = 512, kSegments = 16, kBytes = 256;
+  const auto items = [&](const std::string& name, std::size_t begin) {
+    std::vector<Item> made;
+    for (std::size_t i = 0; i < kKeys; ++i) {
+      Item item{name + std::to_string(i), {}};
+      for (std::size_t j = 0; j < kSegments; ++j) {
+        item.segments.push_back({memory.at(begin + (i * kSegments + j) * kBytes), kBytes});
+      }
+      made.push_back(std::move(item));
+    }
+    return made;
+  };
+  const std::vector<Item> first = items("first-", 0), second = items("second-", 0);
+  EXPECT_EQ(run.put(first), S(kKeys, ItemStatus::kOk));
+  const OpId put = run.start_put(second);
+  const OpId get = run.start_get(items("first-", 4 << 20));
+  EXPECT_EQ(run.finish(put), S(kKeys, ItemStatus::kOk));
+  EXPECT_EQ(run.finish(get), S(kKeys, ItemStatus::kOk));
+  EXPECT_EQ(store.counters().replacements, 0u);
+  EXPECT_EQ(std::memcmp(memory.at(0), memory.at(4 << 20), kKeys * kSegments * kBytes), 0);
+}
+
 TEST_F(Mooncake, BadItemsAreRefusedAndTheOthersGo) {
   MooncakeMaster master(site_packages_);
   BlockingStore store(mooncake_client_factory(options(master)));
@@ -135,7 +166,7 @@ TEST_F(Mooncake, BadItemsAreRefusedAndTheOthersGo) {
   Operations run(store);
   memory.fill(0, 4096, 1);
   foreign.fill(0, 4096, 2);
-  std::vector<Segment> too_many(1025, Segment{memory.at(0), 1});
+  std::vector<Segment> too_many(16385, Segment{memory.at(0), 1});
   EXPECT_EQ(run.put({{"", {{memory.at(0), 16}}},
                      {"none", {}},
                      {"zero", {{memory.at(0), 16}, {memory.at(16), 0}}},

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -207,6 +208,18 @@ std::string describe(const LibraryFile& file) {
          or_unknown(file.build_id, "without id") + ")";
 }
 
+std::uint32_t tcp_queue_of(const MooncakeAbiRow* row, bool loaded_by_others, const char* text) {
+  std::uint32_t queue = 0;
+  if (text != nullptr) {
+    const char* const end = text + std::strlen(text);
+    const auto read = std::from_chars(text, end, queue);
+    if (read.ec != std::errc() || read.ptr != end) queue = 0;
+  }
+  if (queue == 0 || queue > kLargestTcpQueue) return kTcpQueue;
+  const bool tried = row != nullptr && row->version == "0.3.13.post1" && !loaded_by_others;
+  return tried ? queue : std::min(queue, kTcpQueue);
+}
+
 const Library& open_library(const OpenRequest& request) {
   static std::mutex mutex;
   static const Library* open = nullptr;
@@ -252,6 +265,7 @@ const Library& open_library(const OpenRequest& request) {
   resolve(handle, file, library->store);
   library->file = std::move(file);
   library->row = row;
+  library->tcp_queue = tcp_queue_of(row, loaded_by_others, std::getenv(kTcpQueueVariable));
   open = library.release();
   return *open;
 }

@@ -1,6 +1,7 @@
 // Opens Mooncake's store library and resolves every function we call, all at once.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,11 +12,17 @@
 
 namespace kvprism::mooncake {
 
+// How many slices to one peer wait in Mooncake's TCP transport, and by default; more of them hang.
+constexpr const char* kTcpQueueVariable = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER";
+constexpr std::uint32_t kTcpQueue = 1024;
+constexpr std::uint32_t kLargestTcpQueue = 16384;  // that was tried; 65536 is refused
+
 // Lives as long as the process: the library starts threads of its own and is never closed.
 struct Library {
   LibraryFile file;
   const MooncakeAbiRow* row = nullptr;  // null: accepted by a probe
   StoreFunctions store;
+  std::uint32_t tcp_queue = 0;  // slices to one peer that its TCP transport takes at a time
 };
 
 struct OpenRequest {
@@ -29,6 +36,10 @@ struct OpenRequest {
 
 // The row of a file's build, or null.
 const MooncakeAbiRow* find_row(const LibraryFile& file);
+
+// What of the queue can be relied on when the variable is `text` (null: unset). A build that was
+// not tried may not know it, and one that others have opened may have read it before it was set.
+std::uint32_t tcp_queue_of(const MooncakeAbiRow* row, bool loaded_by_others, const char* text);
 
 // "mooncake-transfer-engine 0.3.13.post1 cp311 (build 3a02...)", for messages.
 std::string describe(const LibraryFile& file);

@@ -33,7 +33,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::string_view kSubject = "Mooncake client";
 constexpr std::int64_t kMinSegment = 16 << 20;
-constexpr std::uint32_t kMaxSlices = 1024;
+// A put and a get may run beside each other, so each has half of the queue to a peer.
+constexpr std::uint32_t kMaxSlices = mooncake::kLargestTcpQueue / 2;
 constexpr std::uint64_t kMinRegion = 1 << 20;
 // Results are int: an object of 2 GiB or more could not be told from an error.
 constexpr std::uint64_t kMaxObject = INT_MAX;
@@ -139,7 +140,8 @@ class MooncakeClient final : public BlockingClient {
         native_functions_(library.store),
         master_(std::move(master)),
         connect_timeout_(options.connect_timeout),
-        max_slices_(options.max_slices_per_call),
+        queue_(library.tcp_queue),
+        max_slices_(std::min(options.max_slices_per_call, std::max(1U, queue_ / 2))),
         max_bytes_(options.max_bytes_per_call),
         max_region_bytes_(options.max_region_bytes),
         options_(options),
@@ -404,7 +406,7 @@ class MooncakeClient final : public BlockingClient {
       if (bytes > kMaxObject) return ItemStatus::kInvalid;
       detail::append_cut(*region, max_region_bytes_, segment, cut);
     }
-    return cut.size() > kMaxSlices ? ItemStatus::kInvalid : ItemStatus::kOk;
+    return cut.size() > queue_ ? ItemStatus::kInvalid : ItemStatus::kOk;
   }
 
   CallEnd transfer(MooncakeCall call, const ObjectBatch& batch,
@@ -521,6 +523,7 @@ class MooncakeClient final : public BlockingClient {
   const mooncake::StoreFunctions& native_functions_;
   const HostPort master_;
   const Duration connect_timeout_;
+  const std::uint32_t queue_;
   const std::uint32_t max_slices_;
   const std::uint64_t max_bytes_;
   const std::uint64_t max_region_bytes_;
@@ -587,6 +590,8 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {
   if (options.protocol == "tcp") {
     request.defaults.emplace_back("MC_FORCE_TCP", "1");
     request.defaults.emplace_back("MC_TCP_ENABLE_CONNECTION_POOL", "true");
+    request.defaults.emplace_back(mooncake::kTcpQueueVariable,
+                                  std::to_string(mooncake::kLargestTcpQueue));
   }
   if (options.unknown_build == UnknownBuild::kProbe &&
       mooncake::find_row(mooncake::describe_file(request.path)) == nullptr) {
@@ -653,7 +658,8 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
   check_size(options.local_buffer_size, "local_buffer_size");
   if (options.max_slices_per_call < 1 || options.max_slices_per_call > kMaxSlices) {
     problems.add("max_slices_per_call", std::to_string(options.max_slices_per_call),
-                 "between 1 and 1024", "more of them clog Mooncake's TCP queue for a minute");
+                 "between 1 and " + std::to_string(kMaxSlices),
+                 "more of them clog Mooncake's TCP queue for a minute");
   }
   if (options.max_region_bytes != 0 && options.max_region_bytes < kMinRegion) {
     problems.add("max_region_bytes", std::to_string(options.max_region_bytes),

@@ -131,7 +131,7 @@ void StoreWorker::Impl::check_objects(const SegmentMap& map, const StoreCapabili
                  "at most " + std::to_string(store.max_segments_per_call) +
                      ", what the store takes in a call",
                  "choose a layout with longer runs, fewer layers in a group, or a higher limit of "
-                 "the store (max_slices_per_call of MooncakeOptions, up to 1024)");
+                 "the store (max_slices_per_call of MooncakeOptions, and Mooncake's TCP queue)");
   }
 }
 

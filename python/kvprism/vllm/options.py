@@ -236,9 +236,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max_segments_per_call",
         "int",
-        512,
+        2048,
         "segments",
-        "Pieces of memory per call; more than the store takes (Mooncake: 512) acts as that.",
+        "Pieces of memory per call, if Mooncake's TCP queue is raised: 512 where it is not.",
         least=1,
     ),
     Option("max_bytes_per_call", "bytes", 64 * MIB, "bytes", "Bytes per call.", least=1),

@@ -1249,7 +1249,7 @@ def find_mooncake_library(library: str = '', site_packages: Sequence[str] | None
         NotFoundError: There is none; says where it looked.
     """
 
-def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_server: str = 'P2PHANDSHAKE', protocol: str = 'tcp', rdma_devices: Sequence[str] = [], global_segment_size: int = 0, local_buffer_size: int = 0, max_slices_per_call: int = 512, max_bytes_per_call: int = 268435456, connect_timeout_seconds: float = 2.0, library: str = '', site_packages: Sequence[str] | None = None, python_library: str = '', unknown_build: str = 'refuse', environment: Mapping[str, str] = {}, rdma_device_folder: str | None = None, setup_timeout_seconds: float = 15.0, max_region_bytes: int = 0) -> ObjectStore:
+def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_server: str = 'P2PHANDSHAKE', protocol: str = 'tcp', rdma_devices: Sequence[str] = [], global_segment_size: int = 0, local_buffer_size: int = 0, max_slices_per_call: int = 8192, max_bytes_per_call: int = 268435456, connect_timeout_seconds: float = 2.0, library: str = '', site_packages: Sequence[str] | None = None, python_library: str = '', unknown_build: str = 'refuse', environment: Mapping[str, str] = {}, rdma_device_folder: str | None = None, setup_timeout_seconds: float = 15.0, max_region_bytes: int = 0) -> ObjectStore:
     """
     Connects to a Mooncake store.
 
@@ -1261,7 +1261,7 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         rdma_devices: For rdma only; Mooncake chooses when empty.
         global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB.
         local_buffer_size: Bytes of Mooncake's staging buffer; 0, or at least 16 MiB.
-        max_slices_per_call: Pieces of memory per native call, 1 to 1024.
+        max_slices_per_call: Pieces of memory per native call, 1 to 8192; at most half of Mooncake's TCP queue to a peer.
         max_bytes_per_call: Bytes per call that a worker makes; 0 for no limit.
         connect_timeout_seconds: Bound for reaching the master's port.
         library: Path of Mooncake's store library; found by itself when empty.

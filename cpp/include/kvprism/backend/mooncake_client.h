@@ -52,9 +52,12 @@ struct MooncakeOptions {
   std::vector<std::string> rdma_devices{};       // rdma only; empty: Mooncake chooses
   std::int64_t global_segment_size = 0;          // bytes given to the pool; 0 or at least 16 MiB
   std::int64_t local_buffer_size = 0;  // bytes of Mooncake's staging buffer; 0 or at least 16 MiB
-  // 1..1024: above it, TCP clogs for a minute. An object that borders of registrations cut into
-  // more goes alone, up to 1024; beyond that it is refused.
-  std::uint32_t max_slices_per_call = 512;
+  // 1..8192, and at most half of Mooncake's TCP queue to a peer, beyond which a call hangs for a
+  // minute: 512 where it is as large as by default, 8192 where it could be raised (environment
+  // variable MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER, which is set to 16384 unless it is set). An
+  // object that borders of registrations cut into more goes alone, up to the whole queue; beyond
+  // that it is refused.
+  std::uint32_t max_slices_per_call = 8192;
   std::uint64_t max_bytes_per_call = 256u
                                      << 20;  // offered to the worker as a capability; 0: no limit
   // Memory is registered in pieces of at most so many bytes, for devices that take no more at once
