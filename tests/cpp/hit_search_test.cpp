@@ -209,6 +209,27 @@ TEST(HitSearch, GroupsOfOneFamilyAreSearchedAsOne) {
   EXPECT_EQ(search.find(present, 0, 160), 144u) << "one draft makes the family one";
 }
 
+TEST(HitSearch, AnAttentionChunkStandsBesideOtherBlocksAndMayBeADraft) {
+  // Chunks of 32 tokens in blocks of 16, beside blocks of 32.
+  HitGroup chunked = rule_group(HitRule::kChunk, 16, 32);
+  const auto search_of = [&](bool drafted) {
+    chunked.draft = drafted;
+    return coarse({prefix(32), chunked}, 32);
+  };
+  HitSearch search = search_of(false);
+  Presence present = presence(search, 160, true);
+  present.set_units(kSecond, 10);
+  for (const std::uint32_t chunk : {4u, 6u, 8u, 9u}) present.mark(kSecond, chunk);
+  EXPECT_EQ(search.find(present, 0, 160), 160u) << "a hit at its end needs nothing of a chunk";
+  EXPECT_EQ(search.find(present, 0, 144), 128u);
+
+  HitSearch drafts = search_of(true);
+  EXPECT_EQ(drafts.find(present, 0, 160), 128u) << "block 8 proves what lies before it";
+  present.set_units(kSecond, 10);
+  for (const std::uint32_t chunk : {4u, 6u}) present.mark(kSecond, chunk);
+  EXPECT_EQ(drafts.find(present, 0, 128), 96u) << "behind 128 tokens there is no proof";
+}
+
 // The definition, word for word: the largest grid point at which every group has everything it
 // needs.
 std::uint32_t by_definition(const std::vector<HitGroup>& groups, const Presence& present,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <set>
 #include <string>
 
@@ -151,6 +152,12 @@ TEST(KeySchema, EveryFactChangesTheKey) {
          s.config.groups[0].spec.kind = "rswa";
          s.config.groups[0].spec.rswa_window = 32;
        }},
+      {"another generated window",
+       [](Given& s) {
+         s.config.groups[0].spec.kind = "rswa";
+         s.config.groups[0].spec.rswa_window = 64;
+       }},
+      {"kind alone", [](Given& s) { s.config.groups[0].spec.kind = "hidden_state"; }},
       {"state on every rank",
        [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).tp_replicated = true; }},
       {"padding", [](Given& s) { s.config.groups[0].spec.page_size_padded = 10000; }},
@@ -173,11 +180,22 @@ TEST(KeySchema, EveryFactChangesTheKey) {
       {"order", [](Given& s) { std::swap(s.config.groups[0], s.config.groups[3]); }},
   };
   std::set<std::string> seen;
+  std::map<std::string, std::set<std::string>> values;
   for (const auto& [name, change] : changes) {
     Given setup = base();
     change(setup);
     EXPECT_TRUE(seen.insert(key_of(setup)).second) << name;
     EXPECT_EQ(key_of(setup), key_of(setup)) << name;
+    const auto schema = make(setup);
+    for (const DigestFact& fact : schema->facts()) {
+      // By the field: which group it is of does not matter here.
+      const std::size_t dot = fact.name.rfind("].");
+      values[dot == std::string::npos ? fact.name : fact.name.substr(dot + 2)].insert(fact.value);
+    }
+  }
+  for (const auto& [name, told] : values) {
+    const std::size_t fewest = name == "key_version" ? 1 : 2;
+    EXPECT_GE(told.size(), fewest) << "no row changes the fact " << name;
   }
 }
 
@@ -210,19 +228,64 @@ TEST(KeySchema, DraftFlagsAndStagesLeaveTheKeysAlone) {
   EXPECT_EQ(key_of(one), key_of(two));
 }
 
-// The engine's scheduler knows a wrapper by its first spec alone, and names the same objects.
-TEST(KeySchema, AWrapperHasTheKeysOfItsFirstSpec) {
-  Given plain = base();
-  Given wrapped = base();
-  GroupConfig& group = wrapped.config.groups[0];
-  LayerSpec second{group.spec, {"b"}};
-  std::get<AttentionPayload>(second.spec.payload).head_size = 128;
-  group.members = {{group.spec, group.layers}, second};
+Given wrapped_base() {
+  Given setup = base();
+  GroupConfig& group = setup.config.groups[0];
+  group.members = {{group.spec, {"a", "c"}}, {group.spec, {"b"}}};
   group.spec = CacheSpec{};
   group.spec.kind = kUniformKind;
-  group.layers.clear();
+  group.layers = {"a", "b", "c"};
+  return setup;
+}
+
+TEST(KeySchema, EveryLayerOfAWrapperCounts) {
+  EXPECT_EQ(key_of(wrapped_base()), key_of(base())) << "layers that are alike";
+  const auto second = [](Given& s) -> AttentionPayload& {
+    return std::get<AttentionPayload>(s.config.groups[0].members[1].spec.payload);
+  };
+  const std::pair<const char*, std::function<void(Given&)>> changes[] = {
+      {"nothing", [](Given&) {}},
+      {"dtype of equal size", [&](Given& s) { second(s).dtype = DType::kFloat16; }},
+      {"packing of equal size", [&](Given& s) { second(s).cache_dtype = "packed"; }},
+      {"sizes of key and value",
+       [&](Given& s) {
+         second(s).head_size = 32;
+         second(s).head_size_v = 96;
+       }},
+      {"heads", [&](Given& s) { second(s).num_kv_heads = 4; }},
+      {"kind",
+       [](Given& s) {
+         s.config.groups[0].members[1].spec.kind = "rswa";
+         s.config.groups[0].members[1].spec.rswa_window = 32;
+       }},
+      {"order of layers",
+       [&](Given& s) {
+         second(s).dtype = DType::kFloat16;
+         s.config.groups[0].layers = {"a", "c", "b"};
+       }},
+      {"another first layer",
+       [&](Given& s) {
+         second(s).dtype = DType::kFloat16;
+         s.config.groups[0].layers = {"b", "a", "c"};
+       }},
+  };
+  std::set<std::string> seen;
+  for (const auto& [name, change] : changes) {
+    Given setup = wrapped_base();
+    change(setup);
+    EXPECT_TRUE(seen.insert(key_of(setup)).second) << name;
+  }
+}
+
+// Stages hold different layers of a wrapper, and store them under keys that all of them know.
+TEST(KeySchema, OfAWrapperOverSeveralStagesTheFirstLayerCounts) {
+  Given plain = base();
+  plain.config.parallel.pp = 2;
+  Given wrapped = wrapped_base();
+  wrapped.config.parallel.pp = 2;
+  std::get<AttentionPayload>(wrapped.config.groups[0].members[1].spec.payload).head_size = 128;
   EXPECT_EQ(key_of(plain), key_of(wrapped));
-  std::swap(group.members[0], group.members[1]);
+  wrapped.config.groups[0].layers = {"b", "a", "c"};
   EXPECT_NE(key_of(plain), key_of(wrapped));
 }
 
@@ -442,6 +505,25 @@ TEST(KeySchema, VllmIsRefusedWhereRanksWouldShareDifferentHeads) {
   const auto at = once.find("model_total_kv_heads = null: expected the model's KV heads");
   ASSERT_NE(at, std::string::npos) << once;
   EXPECT_EQ(once.find("model_total_kv_heads", at + 1), std::string::npos) << once;
+}
+
+TEST(KeySchema, VllmIsRefusedWhereTheReferenceMistakesStagesOrContextRanks) {
+  Given setup = vllm_base();
+  setup.config.groups.resize(1);
+  setup.config.parallel = {.tp = 2, .pp = 2, .pcp = 2, .dcp = 2};
+  const std::string both = refusal(setup);
+  EXPECT_THAT(both, HasSubstr("parallel.pp = 2: expected no common divisor with pcp, 2"));
+  EXPECT_THAT(both, HasSubstr("parallel.dcp = 2: expected 1 with pcp, 2"));
+  setup.config.parallel = {.tp = 2, .pp = 4, .pcp = 2, .dcp = 1};
+  EXPECT_THAT(refusal(setup), HasSubstr("parallel.pp = 4"));
+
+  // With 3 stages each has a number of its own, if not its rank.
+  setup.config.parallel = {.tp = 2, .pp = 3, .pcp = 2, .dcp = 1};
+  const auto schema = make_vllm(setup);
+  EXPECT_THAT(key_of(*schema, StoreIndex{0}, {.tp = 1, .pp = 1, .pcp = 1, .dcp = 0}),
+              StartsWith("model@tp_rank:1@pcp1@dcp0@pp_rank:0@group:0@"));
+  EXPECT_THAT(key_of(*schema, StoreIndex{0}, {.tp = 0, .pp = 2, .pcp = 0, .dcp = 0}),
+              StartsWith("model@tp_rank:0@pcp0@dcp0@pp_rank:1@group:0@"));
 }
 
 TEST(KeySchema, TheConfigNamesTheSchema) {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import logging
 import os
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -17,19 +21,88 @@ logging.disable(logging.WARNING)
 # GPU cannot import the worker.
 importlib.import_module("vllm.v1.worker.cpu.shm")
 
+import cases  # noqa: E402
 import torch  # noqa: E402
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
-    coordinator as coordinators,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
+    connector,
     data,
     scheduler,
     worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
+    coordinator as coordinators,
 )
 from vllm.v1 import kv_cache_interface as interface  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
+
+
+def window_of(group: dict[str, Any]) -> dict[str, int]:
+    return {
+        "sliding_window": group["sliding_window"],
+        "extra_retained_tokens": group.get("extra_retained_tokens", 0),
+    }
+
+
+def meant(config: dict[str, Any]) -> dict[str, Any]:
+    """The windows as kvprism means them, where the reference means less by the same words.
+
+    One of 1 token needs an object (D1): here it is one of so few tokens that a block holds them.
+    One that retains more is longer by as much (D3).
+    """
+    config = copy.deepcopy(config)
+    windows = [
+        member
+        for group in config["groups"]
+        for member in cases.members_of(group)
+        if "sliding_window" in member
+    ]
+    taken = {member["sliding_window"] for member in windows}
+    for member in windows:
+        if member["sliding_window"] == 1:
+            # Groups of equal specs are searched as one: it must not become equal to another.
+            member["sliding_window"] = next(size for size in range(2, 99) if size not in taken)
+        member["sliding_window"] += member.get("extra_retained_tokens", 0)
+    return config
+
+
+@functools.cache
+def positions(tp: int, pcp: int, dcp: int, pp: int) -> list[tuple[int, int, int, int]]:
+    """(tp, pcp, dcp, pp) of every rank, from the process groups that vLLM makes."""
+    world = tp * pcp * pp
+    made: dict[str, list[list[int]]] = {}
+
+    def take(ranks: list[list[int]], *_: Any, group_name: str, **__: Any) -> Any:
+        made[group_name] = [[int(rank) for rank in row] for row in ranks]
+        return SimpleNamespace(rank_in_group=0)
+
+    groups = [name for name in vars(parallel_state) if name.isupper() and name[0] == "_"]
+    kept = {name: getattr(parallel_state, name) for name in groups}
+    try:
+        with (
+            mock.patch("torch.distributed.is_initialized", return_value=True),
+            mock.patch("torch.distributed.get_world_size", return_value=world),
+            mock.patch("torch.distributed.get_rank", return_value=0),
+            mock.patch.object(parallel_state, "init_model_parallel_group", take),
+            mock.patch.object(
+                parallel_state, "get_world_group", return_value=SimpleNamespace(local_rank=0)
+            ),
+            set_current_vllm_config(VllmConfig()),
+        ):
+            parallel_state.initialize_model_parallel(tp, pp, pcp, dcp, backend="gloo")
+    finally:
+        for name, value in kept.items():
+            setattr(parallel_state, name, value)
+
+    def place(name: str, rank: int) -> int:
+        (row,) = [row for row in made[name] if rank in row]
+        return row.index(rank)
+
+    names = ("tp", "pcp", "dcp", "pp")
+    return [tuple(place(name, rank) for name in names) for rank in range(world)]  # type: ignore[misc]
 
 
 def spec_of(group: dict[str, Any]) -> Any:
@@ -48,27 +121,46 @@ def spec_of(group: dict[str, Any]) -> Any:
             dtypes=tuple(DTYPES[name] for name in group["dtypes"]),
             mamba_cache_mode=group["mamba_cache_mode"],
         )
+    if group["kind"] == "hisparse_hot":
+        return interface.HiSparseHotSpec(
+            block_size=group["block_size"],
+            page_size=group["page_size_bytes"],
+            blocks_per_request=group["blocks_per_request"],
+        )
+    if group["kind"] == "hisparse_resident":
+        return interface.HiSparseResidentSpec(
+            block_size=group["block_size"], page_size=group["page_size_bytes"]
+        )
+    states = group.get("states_per_token", 1)
     common = {
-        "block_size": group["block_size"],
+        "block_size": cases.tokens_of(group),
+        "tokens_per_state": group.get("compression", 1) if states == 1 else Fraction(1, states),
         "num_kv_heads": group["num_kv_heads"],
         "head_size": group["head_size"],
         "dtype": DTYPES[group["dtype"]],
+        "max_tp_shards": group.get("max_tp_shards"),
     }
     kind = group["kind"]
     if kind == "full_attention":
         return interface.FullAttentionSpec(**common)
     if kind == "mla_attention":
         return interface.MLAAttentionSpec(**common)
+    if kind == "hidden_state":
+        return interface.HiddenStateCacheSpec(**common)
+    if kind == "encoder_only_attention":
+        return interface.EncoderOnlyAttentionSpec(**common)
+    if kind == "cross_attention":
+        return interface.CrossAttentionSpec(**common)
     if kind == "rswa":
         return interface.RSWASpec(**common, rswa_window=group["rswa_window"])
     if kind == "sink_full_attention":
         return interface.SinkFullAttentionSpec(**common, sink_len=group["sink_len"])
     if kind == "sliding_window":
-        return interface.SlidingWindowSpec(**common, sliding_window=group["sliding_window"])
+        return interface.SlidingWindowSpec(**common, **window_of(group))
     if kind == "sliding_window_mla":
         return interface.SlidingWindowMLASpec(
             **common,
-            sliding_window=group["sliding_window"],
+            **window_of(group),
             bounded_replay=group.get("bounded_replay", False),
         )
     if kind == "chunked_local_attention":
@@ -88,6 +180,7 @@ def group_of(group: dict[str, Any]) -> Any:
         kv_cache_spec=spec_of(group),
         is_eagle_group=group.get("is_eagle_group", False),
         enable_kv_transfer=group.get("enable_kv_transfer", True),
+        host_resident=group.get("host_resident", False),
     )
 
 
@@ -151,13 +244,10 @@ class Reference:
             self.config, self.vllm_config, self.step, self.unit
         )
         self.groups = self.coordinator.kv_cache_groups
+        self.block_sizes: list[int] = [group.kv_cache_spec.block_size for group in self.groups]
         self.model = model
         self.cache_prefix = cache_prefix
         self.model_total_kv_heads = model_total_kv_heads
-
-    @property
-    def block_sizes(self) -> list[int]:
-        return [group.kv_cache_spec.block_size for group in self.groups]
 
     def stage_groups(self, layers: set[str]) -> list[int]:
         """Which groups a pipeline stage that holds `layers` stores."""
@@ -185,13 +275,17 @@ class Reference:
         puts = scheduler._partial_tail_non_mamba_puts(self.coordinator, request, self.block_sizes)
         return [(put.group_id, put.block_id % 1000, put.num_tokens) for put in puts]
 
-    def worker_of(self, tp: int = 0, pcp: int = 0, dcp: int = 0, pp: int = 0) -> Any:
-        """A worker of the given rank with what its keys and lookups need, and no store yet."""
+    def worker_of(self, rank: int = 0) -> Any:
+        """A rank's worker with what its keys and lookups need, and no store yet."""
+        sizes = self.parallel
+        tp, pcp, dcp, _ = positions(sizes["tp"], sizes["pcp"], sizes["dcp"], sizes["pp"])[rank]
+        # The reference does not ask for its pipeline group, but counts.
+        pp = (rank // sizes["tp"]) % sizes["pp"]
         one = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
-        one.tp_rank, one.tp_size = tp, self.parallel["tp"]
-        one.pp_rank, one.pp_size = pp, self.parallel["pp"]
-        one.pcp_rank, one.pcp_size = pcp, self.parallel["pcp"]
-        one.dcp_rank, one.dcp_size = dcp, self.parallel["dcp"]
+        one.tp_rank, one.tp_size = tp, sizes["tp"]
+        one.pp_rank, one.pp_size = pp, sizes["pp"]
+        one.pcp_rank, one.pcp_size = pcp, sizes["pcp"]
+        one.dcp_rank, one.dcp_size = dcp, sizes["dcp"]
         one.num_kv_head = self.model_total_kv_heads
         one.block_size, one.hash_block_size = self.step, self.unit
         one.coord = self.coordinator
@@ -219,3 +313,40 @@ class Reference:
             close=lambda: None,
         )
         return one.lookup(tokens, hashes)
+
+
+def refusal(config: dict[str, Any], step: int, unit: int, alignment: int | None) -> str | None:
+    """Why the reference does not start with these groups and the engine's sizes, or None.
+
+    It looks at the worker's configuration and at the scheduler's, which has no wrappers.
+    """
+    parallel = {"tp": 1, "pp": 1, "pcp": 1, "dcp": 1} | config.get("parallel", {})
+    workers = interface.KVCacheConfig(
+        num_blocks=config["num_blocks"],
+        kv_cache_tensors=[],
+        kv_cache_groups=[group_of(group) for group in config["groups"]],
+        hash_block_size=unit,
+        cache_hit_alignment_tokens=alignment,
+    )
+    schedulers = dataclasses.replace(
+        workers, kv_cache_groups=[unwrapped(group) for group in workers.kv_cache_groups]
+    )
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=parallel["pcp"],
+            decode_context_parallel_size=parallel["dcp"],
+        ),
+        speculative_config=None,
+    )
+    try:
+        for each in (schedulers, workers):
+            connector.MooncakeStoreConnector._validate_kv_cache_config(vllm_config, each)
+            one = coordinators.MooncakeStoreCoordinator.from_kv_cache_config(
+                each, vllm_config, step, unit
+            )
+            metadata = data.KeyMetadata("model", 0, 0, 0, 0)
+            for group in one.kv_cache_groups:
+                data.ChunkedTokenDatabase(metadata, group.kv_cache_spec.block_size, unit)
+    except (AssertionError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

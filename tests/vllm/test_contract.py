@@ -79,6 +79,8 @@ def specs() -> dict[str, Any]:
         "packed": interface.FullAttentionSpec(
             block_size=32, num_head_slots=3, state_content_bytes=300, **attention
         ),
+        "cross": interface.CrossAttentionSpec(block_size=32, **attention),
+        "encoder": interface.EncoderOnlyAttentionSpec(block_size=32, **attention),
         "hot": interface.HiSparseHotSpec(block_size=32, page_size=4096, blocks_per_request=4),
         "resident": interface.HiSparseResidentSpec(block_size=32, page_size=4096),
     }
@@ -136,6 +138,8 @@ def test_groups_mean_the_same_on_both_sides(vllm_config: Any) -> None:
         "window_mla",
         "replayed",
         "packed",
+        "cross",
+        "encoder",
         "hot",
         "resident",
     ],
@@ -149,7 +153,14 @@ def test_every_class_of_vllm(vllm_config: Any, name: str) -> None:
     assert row.page_size_bytes == spec.page_size_bytes
     assert row.tokens_per_block == spec.block_size
     stored = projection.store_index(kvprism.GroupId(2)) is not None
-    assert stored == spec.prefix_cacheable
+    if name in ("cross", "encoder"):
+        # vLLM says so of them, and no store can hold them (D18).
+        assert spec.prefix_cacheable
+        assert not stored
+    else:
+        assert stored == spec.prefix_cacheable
+    refused = [problem.path for problem in kvprism.validate_store(projection)]
+    assert refused == (["groups[2].kind"] if name == "cross" else [])
     # Since 0.31.
     assert projection.replay_tokens == max(1, getattr(spec, "prefix_replay_tokens", 0))
 
@@ -225,13 +236,20 @@ def test_every_unknown_class_is_named(vllm_config: Any) -> None:
     assert described.projection.groups()[1].kind == "mine"
 
 
-def test_what_changes_the_bytes_changes_the_keys(vllm_config: Any) -> None:
+def test_what_changes_the_bytes_changes_the_keys(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that key_facts() reads, one at a time (R35)."""
     import copy
+    from types import SimpleNamespace
+
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
 
     def fingerprint(change: Any) -> str:
         changed = copy.copy(vllm_config)
         changed.model_config = copy.copy(vllm_config.model_config)
         changed.cache_config = copy.copy(vllm_config.cache_config)
+        changed.attention_config = copy.copy(vllm_config.attention_config)
         change(changed)
         described = cache_config.describe(changed, config("full"), (32, 32), "")
         return str(described.schema.fingerprint)
@@ -239,15 +257,40 @@ def test_what_changes_the_bytes_changes_the_keys(vllm_config: Any) -> None:
     def set_on(part: str, name: str, value: Any) -> Any:
         return lambda changed: object.__setattr__(getattr(changed, part), name, value)
 
-    seen = {
-        fingerprint(lambda changed: None),
-        fingerprint(set_on("model_config", "model", "/another/model")),
-        fingerprint(set_on("model_config", "revision", "v2")),
-        fingerprint(set_on("model_config", "quantization", "fp8")),
-        fingerprint(set_on("cache_config", "cache_dtype", "fp8")),
-        fingerprint(set_on("cache_config", "prefix_caching_hash_algo", "sha256_cbor")),
-    }
-    assert len(seen) == 6
+    def config_with(changes: dict[str, Any]) -> Any:
+        before = vllm_config.model_config.hf_config.to_dict()
+        return set_on(
+            "model_config", "hf_config", SimpleNamespace(to_dict=lambda: before | changes)
+        )
+
+    def draft(model: str, revision: str | None) -> Any:
+        speculative = SimpleNamespace(
+            draft_model_config=SimpleNamespace(model=model, revision=revision),
+            use_eagle_block_drop=lambda: False,
+        )
+        return lambda changed: object.__setattr__(changed, "speculative_config", speculative)
+
+    changes: list[Any] = [
+        lambda changed: None,
+        set_on("model_config", "model", "/another/model"),
+        set_on("model_config", "revision", "v2"),
+        set_on("model_config", "quantization", "fp8"),
+        set_on("model_config", "dtype", "torch.float16"),
+        config_with({"rope_theta": 12345.0}),
+        config_with({"layer_types": ["full_attention"]}),
+        set_on("cache_config", "cache_dtype", "fp8"),
+        set_on("cache_config", "prefix_caching_hash_algo", "sha256_cbor"),
+        set_on("attention_config", "backend", "FLASH_ATTN"),
+        draft("/a/draft", None),
+        draft("/a/draft", "v2"),
+        draft("/another/draft", None),
+    ]
+    seen = [fingerprint(change) for change in changes]
+    assert fingerprint(config_with({"_name_or_path": "/elsewhere"})) == seen[0]
+    for partition in ("3,1", "2,2"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        seen.append(fingerprint(lambda changed: None))
+    assert len(set(seen)) == len(changes) + 2
 
 
 def test_hashes_that_differ_between_processes_are_refused(

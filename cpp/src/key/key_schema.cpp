@@ -82,20 +82,22 @@ std::string shape_text(const StatePayload& state) {
   return text;
 }
 
-// Of the first layer's spec: what the engine's scheduler and every rank know alike of a wrapper.
-void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<DigestFact>& facts) {
-  const std::string path = "store_groups[" + std::to_string(raw(index)) + "].";
+std::string store_path(StoreIndex index) {
+  return "store_groups[" + std::to_string(raw(index)) + "].";
+}
+
+void add_spec_facts(const CacheSpec& spec, std::uint32_t tokens_per_block, const std::string& path,
+                    std::vector<DigestFact>& facts) {
   const auto add = [&](std::string_view name, std::string value) {
     facts.push_back({path + std::string(name), std::move(value)});
   };
   const auto add_optional = [&](std::string_view name, const auto& value) {
     add(name, value ? std::to_string(*value) : "none");
   };
-  const CacheSpec& spec = group.spec;
   add("kind", spec.kind);
   add("block_size", std::to_string(spec.block_size));
-  add("tokens_per_block", std::to_string(group.tokens_per_block));
-  add("page_size_bytes", std::to_string(group.page_size_bytes));
+  add("tokens_per_block", std::to_string(tokens_per_block));
+  add("page_size_bytes", std::to_string(page_size_bytes(spec)));
   add_optional("sliding_window", spec.sliding_window);
   add_optional("attention_chunk_size", spec.attention_chunk_size);
   add_optional("rswa_window", spec.rswa_window);
@@ -122,12 +124,35 @@ void add_group_facts(const ResolvedGroup& group, StoreIndex index, std::vector<D
 
 std::vector<DigestFact> detail::stored_group_facts(const Projection& projection) {
   std::vector<DigestFact> facts;
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups()))
-    add_group_facts(projection.group(index), index, facts);
+  // Of the first layer: what every rank, whatever its stage, knows alike of a wrapper.
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    const ResolvedGroup& group = projection.group(index);
+    add_spec_facts(group.spec, group.tokens_per_block, store_path(index), facts);
+  }
   return facts;
 }
 
 namespace {
+
+// Of layers of a wrapper that differ from its first one, and where they lie in an object.
+void add_member_facts(const ResolvedGroup& group, StoreIndex index,
+                      std::vector<DigestFact>& facts) {
+  std::vector<const CacheSpec*> seen{&group.spec};
+  std::string order;
+  for (std::size_t layer = 0; layer < group.layers.size(); ++layer) {
+    const CacheSpec& spec = group.layer_spec(layer);
+    const auto found = std::find_if(seen.begin(), seen.end(),
+                                    [&](const CacheSpec* other) { return *other == spec; });
+    const auto member = static_cast<std::size_t>(found - seen.begin());
+    if (found == seen.end()) {
+      seen.push_back(&spec);
+      add_spec_facts(spec, group.tokens_per_block,
+                     store_path(index) + "members[" + std::to_string(member) + "].", facts);
+    }
+    order += (layer == 0 ? "" : ",") + std::to_string(member);
+  }
+  if (seen.size() > 1) facts.push_back({store_path(index) + "members", std::move(order)});
+}
 
 std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& key) {
   std::vector<DigestFact> facts{
@@ -147,6 +172,10 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
   if (projection.parallel().pp > 1) facts.push_back({"pipeline_split", key.pipeline_split});
   const std::vector<DigestFact> groups = detail::stored_group_facts(projection);
   facts.insert(facts.end(), groups.begin(), groups.end());
+  // Stages hold different layers, and neither knows those of another.
+  if (projection.parallel().pp > 1) return facts;
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups()))
+    add_member_facts(projection.group(index), index, facts);
   return facts;
 }
 
@@ -256,6 +285,26 @@ std::uint32_t vllm_replicas(const Projection& projection, StoreIndex index, Prob
   return replicas;
 }
 
+// The pipeline rank in a key of the reference: it counts ranks as if no context ranks stood between
+// the stages (store_connector 3.1).
+std::uint32_t vllm_stage(std::uint32_t rank, const ParallelSizes& parallel) {
+  return rank / parallel.tp % parallel.pp;
+}
+
+// Where that count gives two stages one key, or a lookup asks for keys that no rank stores.
+void check_vllm_ranks(const ParallelSizes& parallel, ProblemList& problems) {
+  if (std::gcd(parallel.pp, parallel.pcp) > 1) {
+    problems.add("parallel.pp", std::to_string(parallel.pp),
+                 "no common divisor with pcp, " + std::to_string(parallel.pcp),
+                 "the reference would store different stages under one key; choose schema kvprism");
+  }
+  if (parallel.pcp > 1 && parallel.dcp > 1) {
+    problems.add(
+        "parallel.dcp", std::to_string(parallel.dcp), "1 with pcp, " + std::to_string(parallel.pcp),
+        "the reference looks up other context ranks than it stores; choose schema kvprism");
+  }
+}
+
 std::string position_text(const RankPosition& at) {
   return std::to_string(at.tp) + "." + std::to_string(at.pp) + "." + std::to_string(at.pcp) + "." +
          std::to_string(at.dcp);
@@ -326,6 +375,7 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
   need(projection);
   ProblemList problems;
   check(*projection, facts, "vllm", problems);
+  check_vllm_ranks(projection->parallel(), problems);
   auto impl = std::make_unique<Impl>();
   impl->name = "vllm";
   impl->given = facts;
@@ -351,8 +401,9 @@ std::shared_ptr<const KeySchema> KeySchema::vllm(std::shared_ptr<const Projectio
       // The reference has an object of every group on every stage.
       group.add(shard,
                 start + "@tp_rank:" + std::to_string(shard.tp) + "@pcp" +
-                    std::to_string(shard.pcp) + "@dcp" + std::to_string(shard.dcp) + "@pp_rank:" +
-                    std::to_string(shard.pp) + "@group:" + std::to_string(raw(index)) + "@",
+                    std::to_string(shard.pcp) + "@dcp" + std::to_string(shard.dcp) +
+                    "@pp_rank:" + std::to_string(vllm_stage(rank, parallel)) +
+                    "@group:" + std::to_string(raw(index)) + "@",
                 true);
     }
     impl->groups.push_back(std::move(group));

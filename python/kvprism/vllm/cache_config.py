@@ -152,6 +152,12 @@ def _layer_specs(spec: Any) -> Mapping[str, Any] | None:
     return layers if isinstance(layers, Mapping) else None
 
 
+def _name_of_spec(spec: Any) -> str:
+    """Of its first layer, if it is a wrapper."""
+    layers = _layer_specs(spec)
+    return type(next(iter(layers.values())) if layers else spec).__name__
+
+
 def _one_spec(spec: Any) -> Fields:
     translate = _TRANSLATORS.get(type(spec).__name__)
     if translate is None:
@@ -253,44 +259,62 @@ def describe(
     problems.raise_if_any("KV cache of this model")
     parallel = vllm_config.parallel_config
     scheduler_block_size, hash_block_size = block_sizes
-    config = CacheConfig.from_dict(
-        {
-            "num_blocks": kv_cache_config.num_blocks,
-            "kv_layout": _layout(vllm_config, kv_cache_config),
-            "parallel": {
-                "tp": parallel.tensor_parallel_size,
-                "pp": parallel.pipeline_parallel_size,
-                "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
-                "dcp": getattr(parallel, "decode_context_parallel_size", 1),
-            },
-            "scheduler_block_size": scheduler_block_size,
-            "hash_block_size": hash_block_size,
-            # Of the engine's own cache; the store offers and keeps what it would.
-            "cache_hit_alignment_tokens": getattr(
-                kv_cache_config, "cache_hit_alignment_tokens", None
-            ),
-            "prefix_cache_retention_interval": getattr(
-                kv_cache_config, "prefix_cache_retention_interval", None
-            ),
-            "use_eagle": _eagle_drops_blocks(vllm_config),
-            "model_total_kv_heads": vllm_config.model_config.get_total_num_kv_heads(),
-            "key_schema": key_schema,
-            "namespace": namespace,
-            "groups": rows,
+
+    def projection_of(rows: list[Fields]) -> Projection:
+        return Projection(CacheConfig.from_dict(common | {"groups": rows}, _registry), _registry)
+
+    common = {
+        "num_blocks": kv_cache_config.num_blocks,
+        "kv_layout": _layout(vllm_config, kv_cache_config),
+        "parallel": {
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
+            "dcp": getattr(parallel, "decode_context_parallel_size", 1),
         },
-        _registry,
-    )
-    projection = Projection(config, _registry)
+        "scheduler_block_size": scheduler_block_size,
+        "hash_block_size": hash_block_size,
+        # Of the engine's own cache; the store offers and keeps what it would.
+        "cache_hit_alignment_tokens": getattr(kv_cache_config, "cache_hit_alignment_tokens", None),
+        "prefix_cache_retention_interval": getattr(
+            kv_cache_config, "prefix_cache_retention_interval", None
+        ),
+        "use_eagle": _eagle_drops_blocks(vllm_config),
+        "model_total_kv_heads": vllm_config.model_config.get_total_num_kv_heads(),
+        "key_schema": key_schema,
+        "namespace": namespace,
+    }
+    projection = projection_of(rows)
     _compare(projection, kv_cache_config, problems)
     problems.raise_if_any("KV cache of this model")
     facts = key_facts(vllm_config)
-    return Described(projection, KeySchema.make(projection, **facts), facts)
+    # vLLM's scheduler knows a wrapper by its first layer, so that keys may say no more of it here;
+    # what the others are follows from the model's configuration, which they do say.
+    wrapped = key_schema == "kvprism" and any("members" in row for row in rows)
+    named = projection_of([_of_first_layer(row) for row in rows]) if wrapped else projection
+    return Described(projection, KeySchema.make(named, **facts), facts)
+
+
+def _of_first_layer(row: Fields) -> Fields:
+    """A group with the spec of its first layer in place of a wrapper."""
+    if "members" not in row:
+        return row
+    holders = (
+        each for each in row["members"] if row["layers"] and row["layers"][0] in each["layers"]
+    )
+    first = next(holders, row["members"][0])
+    return first | {key: value for key, value in row.items() if key not in ("kind", "members")}
 
 
 def _layout(vllm_config: Any, kv_cache_config: Any) -> str:
     name = getattr(kv_cache_config, "kv_cache_layout", None)
     name = name or getattr(vllm_config.cache_config, "kv_cache_layout", None)
     return str(name or "LBHNC")
+
+
+# vLLM calls them cacheable. No store can hold them, which validate_store tells of one and the other
+# needs nobody to be told.
+_NEVER_STORED = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec")
 
 
 def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -> None:
@@ -300,7 +324,12 @@ def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -
         for gid in range(projection.num_groups)
         if projection.store_index(GroupId(gid)) is not None
     )
-    theirs = tuple(kv_cache_config.prefix_cacheable_group_ids)
+    groups = kv_cache_config.kv_cache_groups
+    theirs = tuple(
+        gid
+        for gid in kv_cache_config.prefix_cacheable_group_ids
+        if _name_of_spec(groups[gid].kv_cache_spec) not in _NEVER_STORED
+    )
     if ours != theirs:
         problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
 
