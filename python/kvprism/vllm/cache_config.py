@@ -302,7 +302,7 @@ def _of_first_layer(row: Fields) -> Fields:
     holders = (
         each for each in row["members"] if row["layers"] and row["layers"][0] in each["layers"]
     )
-    first = next(holders, row["members"][0])
+    first: Fields = next(holders, row["members"][0])
     return first | {key: value for key, value in row.items() if key not in ("kind", "members")}
 
 
