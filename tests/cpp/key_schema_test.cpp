@@ -281,8 +281,10 @@ TEST(KeySchema, EveryLayerOfAWrapperCounts) {
 TEST(KeySchema, OfAWrapperOverSeveralStagesTheFirstLayerCounts) {
   Given plain = base();
   plain.config.parallel.pp = 2;
+  plain.facts.pipeline_split = "0-2,2-4";
   Given wrapped = wrapped_base();
   wrapped.config.parallel.pp = 2;
+  wrapped.facts = plain.facts;
   std::get<AttentionPayload>(wrapped.config.groups[0].members[1].spec.payload).head_size = 128;
   EXPECT_EQ(key_of(plain), key_of(wrapped));
   wrapped.config.groups[0].layers = {"b", "a", "c"};

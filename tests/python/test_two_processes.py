@@ -45,6 +45,7 @@ def schema(name: str) -> kvprism.KeySchema:
         model_revision="main",
         hash_algorithm="sha256_cbor",
         hash_is_stable=True,
+        pipeline_split="0-2,2-4",
     )
 
 

@@ -250,6 +250,7 @@ def test_what_changes_the_bytes_changes_the_keys(
         changed.model_config = copy.copy(vllm_config.model_config)
         changed.cache_config = copy.copy(vllm_config.cache_config)
         changed.attention_config = copy.copy(vllm_config.attention_config)
+        changed.parallel_config = copy.copy(vllm_config.parallel_config)
         change(changed)
         described = cache_config.describe(changed, config("full"), (32, 32), "")
         return str(described.schema.fingerprint)
@@ -287,10 +288,13 @@ def test_what_changes_the_bytes_changes_the_keys(
     ]
     seen = [fingerprint(change) for change in changes]
     assert fingerprint(config_with({"_name_or_path": "/elsewhere"})) == seen[0]
-    for partition in ("3,1", "2,2"):
-        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        seen.append(fingerprint(lambda changed: None))
-    assert len(set(seen)) == len(changes) + 2
+    # Which layers each of two stages holds.
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    splits = (f"{layers - 1},1", f"0,{layers}")
+    for split in splits:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
+        seen.append(fingerprint(set_on("parallel_config", "pipeline_parallel_size", 2)))
+    assert len(set(seen)) == len(changes) + len(splits)
 
 
 def test_hashes_that_differ_between_processes_are_refused(
