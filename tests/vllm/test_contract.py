@@ -199,6 +199,34 @@ def test_a_wrapper_means_to_a_worker_what_its_first_layer_means_to_the_scheduler
     assert worker.schema.fingerprint == scheduler.schema.fingerprint
 
 
+def test_a_wrapper_whose_layers_are_spread_otherwise_than_the_first_is_refused(
+    vllm_config: Any,
+) -> None:
+    """Two tensor ranks hold one latent vector alike, and other heads of full attention."""
+    import copy
+    import dataclasses
+
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    changed = copy.copy(vllm_config)
+    changed.parallel_config = copy.copy(vllm_config.parallel_config)
+    object.__setattr__(changed.parallel_config, "tensor_parallel_size", 2)
+    latent, full = specs()["mla"], specs()["full"]
+    wider = dataclasses.replace(latent, head_size=128)
+    for second in (wider, full):
+        wrapped = UniformTypeKVCacheSpecs(
+            block_size=32, kv_cache_specs={"full.0": latent, "full.1": second}
+        )
+        groups = config(full=wrapped)
+        if second is wider:
+            schema = cache_config.describe(changed, groups, (32, 32), "").schema
+            assert len(schema.shards(kvprism.StoreIndex(0))) == 1
+            continue
+        with pytest.raises(kvprism.ConfigError) as caught:
+            cache_config.describe(changed, groups, (32, 32), "")
+        assert "1 shards of its first layer, 2 of all its layers" in str(caught.value)
+
+
 def test_every_unknown_class_is_named(vllm_config: Any) -> None:
     class MineSpec(type(specs()["full"])):  # type: ignore[misc]
         pass

@@ -292,7 +292,27 @@ def describe(
     # what the others are follows from the model's configuration, which they do say.
     wrapped = key_schema == "kvprism" and any("members" in row for row in rows)
     named = projection_of([_of_first_layer(row) for row in rows]) if wrapped else projection
-    return Described(projection, KeySchema.make(named, **facts), facts)
+    schema = KeySchema.make(named, **facts)
+    if wrapped:
+        _compare_shards(schema, KeySchema.make(projection, **facts), problems)
+        problems.raise_if_any("KV cache of this model")
+    return Described(projection, schema, facts)
+
+
+def _compare_shards(first: KeySchema, whole: KeySchema, problems: Problems) -> None:
+    """Tensor ranks share a key of a wrapper only where they hold the same bytes of every layer."""
+    projection = whole.projection
+    for gid in projection.store_group_ids:
+        index = projection.store_index(gid)
+        assert index is not None
+        by_first, by_all = len(first.shards(index)), len(whole.shards(index))
+        if by_first != by_all:
+            problems.add(
+                f"kv_cache_groups[{int(gid)}].kv_cache_spec",
+                f"{by_first} shards of its first layer, {by_all} of all its layers",
+                "as many of either",
+                "vLLM's scheduler knows the first layer alone, and looks for its shards",
+            )
 
 
 def _of_first_layer(row: Fields) -> Fields:
