@@ -82,7 +82,10 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
             "head slots and state bytes of their own are not simulated"});
     }
     const bool state = model.kind == GroupModel::Kind::kState;
-    model.tokens = state ? group.spec.block_size : model.shapes[0].tokens();
+    // Also of a group that this stage holds no layers of.
+    model.tokens =
+        state ? group.spec.block_size
+              : shape_of(group, group.spec, model.kind, projection.parallel().dcp).tokens();
     if (group.spec.sliding_window)
       model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
     if (group.spec.attention_chunk_size) model.window = *group.spec.attention_chunk_size;

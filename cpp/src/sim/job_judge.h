@@ -47,6 +47,8 @@ class JobJudge final : public EngineObserver {
   std::uint32_t junction(RequestId request) const;
   // What the scheduler announces.
   void told(const StoreChange& change);
+  // The scheduler asks whether an object is there.
+  void asking(std::string_view key);
   // The scheduler wants an object removed that is not what was stored; `key` is its name.
   void removing(std::string_view key);
   // And it has been: what is stored under that name now is another one.

@@ -202,6 +202,17 @@ std::string JobJudge::place_name(std::size_t stored, std::uint32_t stage, std::u
   return number(stored) + " " + number(stage) + " " + number(shard) + " " + std::string(content);
 }
 
+void JobJudge::asking(std::string_view key) {
+  ObjectPlace place;
+  const std::string wrong = objects_.read_key(key, place);
+  if (!wrong.empty()) {
+    fail("stage", wrong);
+  } else if (!objects_.has_place(place)) {
+    fail("stage",
+         "a lookup asks for an object that its stage holds no layers of: " + std::string(key));
+  }
+}
+
 void JobJudge::removing(std::string_view key) {
   ObjectPlace place;
   const std::string wrong = objects_.read_key(key, place);

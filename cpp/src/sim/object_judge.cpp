@@ -33,6 +33,23 @@ ObjectJudge::ObjectJudge(std::vector<GroupModel> whole, std::vector<std::vector<
     if (group.draft && group.kind != GroupModel::Kind::kState) ++draft_families_;
   }
   seen_.resize(stored_.size());
+  for (std::size_t stored = 0; stored < stored_.size(); ++stored) {
+    std::uint32_t& all = everywhere_.emplace_back(0);
+    const std::uint32_t tensor_ranks = shape_.tp / sharing(stored);
+    for (std::uint32_t stage = 0; stage < stages_.size(); ++stage) {
+      const std::uint32_t of_stage = ((1u << tensor_ranks) - 1) << (stage * tensor_ranks);
+      if (has_place({.stored = stored, .stage = stage})) all |= of_stage;
+    }
+  }
+}
+
+bool ObjectJudge::bare_stages() const noexcept {
+  for (std::uint32_t stage = 0; stage < stages_.size(); ++stage) {
+    for (std::size_t stored = 0; stored < stored_.size(); ++stored) {
+      if (!holds(stage, stored)) return true;
+    }
+  }
+  return false;
 }
 
 void ObjectJudge::learn(std::span<const std::uint8_t> hash, std::span<const std::uint32_t> tokens) {
@@ -103,6 +120,8 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
       "group " + number(raw(group.id)) + " at " + number(tokens.size()) + " tokens";
   if (tokens.size() % (group.fine ? shape_.alignment : group.tokens) != 0)
     return "an object of " + what + ", which ends no block: " + std::string(key);
+  if (!has_place(place)) return "an object of " + what + ", of which its stage holds no layers";
+  if (group.layers() == 0) return check_bare(place.stage, bytes);
   std::uint64_t size = 0;
   for (const std::uint64_t page : group.page_bytes) size += page;
   if (bytes.size() != size) {
@@ -130,6 +149,24 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   if (wrong == expected_.end()) return "";
   return "an object of " + what + " is wrong from byte " +
          number(static_cast<std::uint64_t>(wrong - expected_.begin()));
+}
+
+// The rows of a block that no layer of its group is in: other groups' layers are, and none of them
+// has written to it.
+std::string ObjectJudge::check_bare(std::uint32_t stage, std::span<const std::byte> bytes) const {
+  std::uint64_t size = 0;
+  for (std::size_t stored = 0; stored < stored_.size() && size == 0; ++stored) {
+    for (const std::uint64_t page : stages_[stage][raw(stored_[stored]->id)].page_bytes)
+      size += page;
+  }
+  if (bytes.size() != size) {
+    return "an object without layers has " + number(bytes.size()) + " bytes instead of the " +
+           number(size) + " of other groups' layers";
+  }
+  const auto written =
+      std::find_if(bytes.begin(), bytes.end(), [](std::byte byte) { return byte != kPoison; });
+  if (written == bytes.end()) return "";
+  return "an object without layers is of a block that somebody has written to";
 }
 
 // In the order of the layout's name, without the blocks.
@@ -166,7 +203,7 @@ bool ObjectJudge::seen(StoreIndex group, std::span<const std::uint8_t> hash) con
 
 bool ObjectJudge::seen(std::size_t stored, const BlockHash& hash) const {
   const auto found = seen_[stored].find(hash);
-  return found != seen_[stored].end() && found->second == (1u << shards(stored)) - 1;
+  return found != seen_[stored].end() && found->second == everywhere_[stored];
 }
 
 std::span<const std::uint32_t> ObjectJudge::tokens_of(const BlockHash& hash) const {

@@ -97,6 +97,12 @@ class ObjectJudge {
   const GroupModel& stored_group(std::size_t stored) const noexcept { return *stored_[stored]; }
   std::size_t num_stored() const noexcept { return stored_.size(); }
   std::uint32_t alignment() const noexcept { return shape_.alignment; }
+  // Whether anybody stores objects at that place. Schema `vllm` has one of every group everywhere.
+  bool has_place(const ObjectPlace& place) const noexcept {
+    return shape_.vllm_keys || holds(place.stage, place.stored);
+  }
+  // Whether a stage holds no layers of a stored group.
+  bool bare_stages() const noexcept;
   std::uint64_t checked() const noexcept { return checked_; }
 
  private:
@@ -104,9 +110,10 @@ class ObjectJudge {
   std::uint32_t sharing(std::size_t stored) const noexcept {
     return shape_.dcp > 1 ? 1 : stored_[stored]->replicas;
   }
-  std::size_t shards(std::size_t stored) const noexcept {
-    return shape_.tp / sharing(stored) * stages_.size();
+  bool holds(std::uint32_t stage, std::size_t stored) const noexcept {
+    return stages_[stage][raw(stored_[stored]->id)].layers() != 0;
   }
+  std::string check_bare(std::uint32_t stage, std::span<const std::byte> bytes) const;
   bool seen(std::size_t stored, const BlockHash& hash) const;
   bool has_chunk(std::size_t stored, const TokenTrail& trail, std::uint32_t chunk,
                  std::uint32_t tokens, std::uint32_t most) const;
@@ -126,6 +133,7 @@ class ObjectJudge {
   std::unordered_map<BlockHash, std::vector<std::uint32_t>, HashOfHash> prefixes_;
   // By stored group: which of its shards (bits) were ever stored.
   std::vector<std::unordered_map<BlockHash, std::uint32_t, HashOfHash>> seen_;
+  std::vector<std::uint32_t> everywhere_;  // by stored group: all of them
   std::vector<std::byte> expected_;
   std::uint64_t checked_ = 0;
 };

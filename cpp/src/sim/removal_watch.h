@@ -1,4 +1,4 @@
-// An index that tells a judge which objects the scheduler has removed.
+// An index that tells a judge what the scheduler asks for, and which objects it has removed.
 #pragma once
 
 #include <map>
@@ -18,14 +18,17 @@ namespace kvprism::sim {
 // Ownership: shares the index. Threads: one.
 class RemovalWatch final : public ObjectIndex {
  public:
-  RemovalWatch(std::shared_ptr<ObjectIndex> index, const MemoryPool& pool)
-      : index_(std::move(index)), pool_(pool) {}
+  // With `watch_lookups` the judge sees the keys of lookups too.
+  RemovalWatch(std::shared_ptr<ObjectIndex> index, const MemoryPool& pool, bool watch_lookups)
+      : index_(std::move(index)), pool_(pool), watch_lookups_(watch_lookups) {}
 
   // Null while there is none.
   void set_judge(JobJudge* judge) noexcept { judge_ = judge; }
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override {
+    for (std::size_t i = 0; i < batch->keys.size() && judge_ != nullptr && watch_lookups_; ++i)
+      judge_->asking(batch->keys[i]);
     return index_->start_exists(op, batch, now, deadline);
   }
   bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
@@ -38,6 +41,7 @@ class RemovalWatch final : public ObjectIndex {
  private:
   std::shared_ptr<ObjectIndex> index_;
   const MemoryPool& pool_;
+  bool watch_lookups_;
   JobJudge* judge_ = nullptr;
   std::map<OpId, std::vector<std::string>> removals_;  // single objects, by operation
   std::unordered_set<std::string> gone_;

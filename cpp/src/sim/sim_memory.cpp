@@ -10,7 +10,6 @@ namespace {
 
 constexpr std::size_t kAlignment = 4096;
 constexpr int kGuard = 0x9d;
-constexpr int kPoison = 0xe7;
 
 }  // namespace
 
@@ -129,15 +128,16 @@ PageView SimMemory::view(std::byte* memory, GroupId group, std::uint32_t layer,
 
 void SimMemory::poison(BlockId block) noexcept {
   for (const Part& part : parts_) {
-    std::memset(base_ + at(part, block), kPoison, part.length);
-    if (!shadow_.empty()) std::memset(shadow_.data() + at(part, block), kPoison, part.length);
+    std::memset(base_ + at(part, block), std::to_integer<int>(kPoison), part.length);
+    if (!shadow_.empty())
+      std::memset(shadow_.data() + at(part, block), std::to_integer<int>(kPoison), part.length);
   }
 }
 
 bool SimMemory::is_poisoned(BlockId block) const noexcept {
   return std::all_of(parts_.begin(), parts_.end(), [&](const Part& part) {
     const std::byte* const bytes = base_ + at(part, block);
-    return bytes[0] == std::byte{kPoison} && bytes[part.length - 1] == std::byte{kPoison};
+    return bytes[0] == kPoison && bytes[part.length - 1] == kPoison;
   });
 }
 

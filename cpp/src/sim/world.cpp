@@ -61,6 +61,7 @@ WorldRun::WorldRun(const WorldOptions& options)
   result_.config = config_.describe();
   result_.totals.clean_worlds = config_.clean ? 1 : 0;
   if (config_.stages.size() > 1) count(WorldFault::kStages);
+  if (objects_.bare_stages()) count(WorldFault::kBareStages);
   if (config_.cache.key_schema == "vllm") count(WorldFault::kVllmKeys);
 }
 

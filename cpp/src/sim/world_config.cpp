@@ -438,6 +438,8 @@ std::string WorldConfig::describe() const {
     if (spec.replay_tokens) text += " replay " + std::to_string(*spec.replay_tokens);
     if (!group.enable_kv_transfer) text += " not transferred";
     if (group.is_eagle_group) text += " draft";
+    for (const std::uint32_t stage : group.pipeline_stages.value_or(std::vector<std::uint32_t>{}))
+      text += " stage " + std::to_string(stage);
     text += ")x" + std::to_string(group.layers.size());
   }
   if (cache.cache_hit_alignment_tokens) {

@@ -35,7 +35,7 @@ void WorldRun::start_life() {
   config_.faults.seed = random_.next();
   life_.index = std::make_shared<FaultInjector>(
       nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
-  life_.watch = std::make_shared<RemovalWatch>(life_.index, *pool_);
+  life_.watch = std::make_shared<RemovalWatch>(life_.index, *pool_, objects_.bare_stages());
   config_.scheduler.epoch = life_.epoch;
   config_.scheduler.ranks = parallel.world();
   recording_.clear();

@@ -35,6 +35,7 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "announced",
                                                                "windows kept",
                                                                "several stages",
+                                                               "stages without",
                                                                "keys of vllm",
                                                                "run repeated"};
   const auto at = static_cast<std::size_t>(kind);

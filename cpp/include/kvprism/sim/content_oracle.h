@@ -25,6 +25,9 @@ constexpr Prefix extend(Prefix before, std::uint32_t position, std::uint32_t tok
   return Prefix{scramble(static_cast<std::uint64_t>(before) + scramble(own))};
 }
 
+// What a block holds that nobody has written to.
+inline constexpr std::byte kPoison{0xe7};
+
 // The token that a model generates after a prefix.
 constexpr std::uint32_t next_token(Prefix prefix, std::uint32_t vocabulary) noexcept {
   return static_cast<std::uint32_t>(scramble(static_cast<std::uint64_t>(prefix) ^ 0x746f6b656eull) %

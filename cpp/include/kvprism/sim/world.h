@@ -45,10 +45,11 @@ enum class WorldFault : std::uint8_t {
   kAnnounced,       // no fault: what the scheduler told of the store's content
   kJunction,        // no fault: a request whose windows are kept where it leaves others
   kStages,          // no fault: a world of several pipeline stages
+  kBareStages,      // no fault: and some of them hold no layers of a stored group
   kVllmKeys,        // no fault: one with key schema `vllm`
   kReplayed,        // no fault: an engine's run was repeated from its recording
 };
-inline constexpr std::size_t kNumWorldFaults = 33;
+inline constexpr std::size_t kNumWorldFaults = 34;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -95,6 +96,7 @@ struct WorldResult {
 //   references    a block's references are those of the tables and of the jobs that may still
 //                 touch it; a free block is poisoned
 //   object        every stored object is what the text of its key says; a ring has none
+//   stage         nobody asks for an object that no stage stores
 //   hit           what a lookup offers was stored, is a multiple of A, leaves enough to
 //                 compute; what a load names was stored
 //   bypass        after a failed load a request is offered nothing more
