@@ -72,6 +72,8 @@ void Engine::submit(Request request) {
   sequence->max_new_tokens = request.max_new_tokens;
   sequence->tables.resize(e.groups.size());
   sequence->result.id = request.id;
+  if (!request.access.load || !request.access.save)
+    e.scheduler->restrict(request.id, request.access);
   e.waiting.push_back(sequence.get());
   e.sequences.emplace(raw(request.id), std::move(sequence));
 }

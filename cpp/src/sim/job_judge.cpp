@@ -52,6 +52,11 @@ void JobJudge::hash_made(std::span<const std::uint8_t> hash,
 void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
                          std::uint32_t local, const LookupResult& answer) {
   left_.erase(raw(request));
+  const auto access = access_.find(raw(request));
+  if ((answer.pending || answer.external_tokens > 0) && access != access_.end() &&
+      !access->second.load) {
+    fail("access", "request " + number(raw(request)) + " may not load and is looked up");
+  }
   if (answer.pending) {
     if (answered_.erase(raw(request)) != 0 || !asked_at_.contains(raw(request)))
       asked_at_[raw(request)] = now_;
@@ -115,6 +120,12 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   if (range.from % step_tokens_ != 0 || range.to % objects_.alignment() != 0 || range.empty()) {
     fail("save range", "a save of tokens " + number(range.from) + ".." + number(range.to));
   }
+  // What the step has planned before is not counted yet.
+  const auto most = static_cast<std::int64_t>(held_.size() * options_.max_held_percent / 100);
+  if (options_.max_held_percent < 100 && holds_ > most) {
+    fail("held", "a save begins while jobs hold " + std::to_string(holds_) + " blocks of at most " +
+                     std::to_string(most));
+  }
   std::vector<Hole>& holes = holes_[raw(request)];
   for (const Hole& hole : holes) {
     // Another request of the same prefix may have filled it.
@@ -125,9 +136,22 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   holes.clear();
 }
 
+void JobJudge::check_allowed(const JobRecord& record) {
+  const bool save = record.kind == JobKind::kSave;
+  if (mode_ == StoreMode::kOff || mode_ == (save ? StoreMode::kReadOnly : StoreMode::kWriteOnly)) {
+    fail("mode",
+         "job " + number(raw(record.id)) + " is planned in mode " + std::string(to_string(mode_)));
+  }
+  const auto access = access_.find(raw(record.request));
+  if (access == access_.end() || (save ? access->second.save : access->second.load)) return;
+  fail("access", "job " + number(raw(record.id)) + " is of request " + number(raw(record.request)) +
+                     ", which may not " + (save ? "save" : "load"));
+}
+
 void JobJudge::planned(const StepPlan& plan) {
   if (!plan.empty()) encode(plan.view(), last_plan_);
   for (const JobRecord& record : plan.jobs) {
+    check_allowed(record);
     Job job;
     job.request = record.request;
     job.kind = record.kind;
@@ -169,6 +193,7 @@ void JobJudge::planned(const StepPlan& plan) {
           return;
         }
         ++at_least_[static_cast<std::size_t>(raw(block))];
+        ++holds_;
         ++at_most_[static_cast<std::size_t>(raw(block))];
         if (trace_ != nullptr) {
           runs += " " + number(raw(run.group)) + ":" + number(run.first_chunk + i) + "@" +
@@ -176,8 +201,8 @@ void JobJudge::planned(const StepPlan& plan) {
         }
       }
     }
-    // The end of a prompt, which nothing follows.
-    job.hand_off |= end % step_tokens_ != 0;
+    // The end of a prompt, which nothing follows; with drafts its last object may end a step.
+    job.hand_off |= end % step_tokens_ != 0 || (drafts_ && objects_.alignment() < step_tokens_);
     if (trace_ != nullptr) {
       trace("job " + number(raw(record.id)) +
             (record.kind == JobKind::kSave ? " saves" : " loads") + " for request " +
@@ -251,6 +276,7 @@ void JobJudge::forget(RequestId request) {
 
 void JobJudge::left(RequestId request) {
   left_.insert(raw(request));
+  access_.erase(raw(request));
   ++generations_[raw(request)];
 }
 

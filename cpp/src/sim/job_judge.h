@@ -36,6 +36,9 @@ class JobJudge final : public EngineObserver {
   // The scheduler has been given this report.
   void delivered(const WorkerReport& report, Instant now);
   void set_now(Instant now) noexcept { now_ = now; }
+  void set_mode(StoreMode mode) noexcept { mode_ = mode; }
+  // From its submission until it leaves.
+  void restrict(RequestId request, RequestAccess access) { access_[raw(request)] = access; }
   void set_held_channel(std::vector<WorkerReport>* channel) noexcept { channel_ = channel; }
   void set_trace(std::vector<std::string>* trace) noexcept { trace_ = trace; }
   // A purge has begun: what was learnt of the store's content is void.
@@ -47,7 +50,8 @@ class JobJudge final : public EngineObserver {
   std::uint32_t junction(RequestId request) const;
   // What the scheduler announces.
   void told(const StoreChange& change);
-  // The scheduler asks whether an object is there.
+  // The scheduler asks which objects are there.
+  void asking();
   void asking(std::string_view key);
   // The scheduler wants an object removed that is not what was stored; `key` is its name.
   void removing(std::string_view key);
@@ -117,6 +121,7 @@ class JobJudge final : public EngineObserver {
     bool named = true;           // its request was there when it was planned
     std::vector<Failed> failed;  // on any rank
   };
+  void check_allowed(const JobRecord& record);
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
@@ -146,6 +151,8 @@ class JobJudge final : public EngineObserver {
   std::vector<std::uint32_t> chunk_tokens_;  // by store index
   std::vector<bool> positional_;             // by store index
   Instant now_{};
+  StoreMode mode_ = StoreMode::kReadWrite;
+  std::unordered_map<std::uint64_t, RequestAccess> access_;  // of restricted requests
   std::string broken_;
   std::string invariant_;
   std::vector<std::byte> last_plan_;
@@ -192,6 +199,7 @@ class JobJudge final : public EngineObserver {
   std::unordered_set<std::string> going_;
   std::vector<std::int64_t> held_;      // acquired and not released, by block
   std::vector<std::int64_t> at_least_;  // by jobs that may still touch the block
+  std::int64_t holds_ = 0;              // their sum
   std::vector<std::int64_t> at_most_;   // and by jobs whose end is not known in full
 };
 

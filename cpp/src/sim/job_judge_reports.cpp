@@ -84,7 +84,10 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
       }
     }
     for (const BlockId block : job.blocks) {
-      if (quiet_now && !quiet_before) --at_least_[static_cast<std::size_t>(raw(block))];
+      if (quiet_now && !quiet_before) {
+        --at_least_[static_cast<std::size_t>(raw(block))];
+        --holds_;
+      }
       if (quiet_now && outcome_now && !(quiet_before && outcome_before))
         --at_most_[static_cast<std::size_t>(raw(block))];
     }
@@ -200,6 +203,11 @@ void JobJudge::told(const StoreChange& change) {
 std::string JobJudge::place_name(std::size_t stored, std::uint32_t stage, std::uint32_t shard,
                                  std::string_view content) const {
   return number(stored) + " " + number(stage) + " " + number(shard) + " " + std::string(content);
+}
+
+void JobJudge::asking() {
+  if (mode_ == StoreMode::kOff || mode_ == StoreMode::kWriteOnly)
+    fail("mode", "the store is asked in mode " + std::string(to_string(mode_)));
 }
 
 void JobJudge::asking(std::string_view key) {

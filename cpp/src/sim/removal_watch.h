@@ -27,6 +27,7 @@ class RemovalWatch final : public ObjectIndex {
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override {
+    if (judge_ != nullptr) judge_->asking();
     for (std::size_t i = 0; i < batch->keys.size() && judge_ != nullptr && watch_lookups_; ++i)
       judge_->asking(batch->keys[i]);
     return index_->start_exists(op, batch, now, deadline);

@@ -17,6 +17,9 @@ void WorldRun::check() {
     fail(engine.substr(0, colon), engine.substr(colon + 2));
   }
   if (!life_.judge->broken().empty()) fail(life_.judge->invariant(), life_.judge->broken());
+  for (const auto& flight : life_.flights) {
+    if (!flight->broken().empty()) fail("in flight", flight->broken());
+  }
   check_purge();
   const std::string removals = life_.judge->check_removals();
   if (!removals.empty()) fail("mismatch", removals);
@@ -102,7 +105,16 @@ void WorldRun::drain() {
   if (ledger.blocks_held != 0 || ledger.blocks_in_quarantine != 0) {
     fail("drain", "the ledger still holds " + std::to_string(ledger.blocks_held) + " blocks");
   }
+  check_pool();
   for (const Completed& done : completed_) check_stored(done);
+}
+
+// What was right when it was stored has not changed since.
+void WorldRun::check_pool() {
+  pool_->for_each_object([&](std::string_view key, std::span<const std::byte> bytes) {
+    const std::string wrong = objects_.check(key, bytes);
+    if (!wrong.empty()) fail("object", "in the end, " + wrong);
+  });
 }
 
 // What a finished request has computed must be there for whoever comes next.

@@ -369,12 +369,16 @@ WorldConfig make_world_config(std::uint64_t seed) {
   scheduler.saved_fresh_for = milliseconds(static_cast<std::int64_t>(random.between(1, 400)));
   scheduler.purge_settle = milliseconds(static_cast<std::int64_t>(random.between(1, 40)));
   scheduler.backoff = milliseconds(static_cast<std::int64_t>(random.between(5, 60)));
+  scheduler.avoid_failed_for = milliseconds(static_cast<std::int64_t>(random.between(1, 300)));
+  if (random.chance(1, 4))
+    scheduler.max_held_percent = static_cast<std::uint32_t>(random.between(1, 50));
 
   StoreWorkerOptions& worker = config.worker;
   worker.max_segments_per_call = static_cast<std::uint32_t>(random.between(1, 24));
   worker.max_bytes_per_call = random.between(64, 4096);
   worker.max_gets_in_flight = static_cast<std::uint32_t>(random.between(1, 4));
   worker.max_puts_in_flight = static_cast<std::uint32_t>(random.between(1, 3));
+  if (random.chance(1, 3)) worker.max_bytes_in_flight = random.between(64, 8192);
 
   config.store.latency = Duration{static_cast<std::int64_t>(random.below(3'000'000))};
   config.store.latency_per_kib = Duration{static_cast<std::int64_t>(random.below(2'000'000))};
@@ -412,6 +416,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
     scheduler.lookup_timeout = scheduler.load_timeout = scheduler.save_timeout = seconds(3600);
     scheduler.quarantine_after = scheduler.lookup_fresh_for = seconds(3600);
     scheduler.saved_fresh_for = seconds(3600);
+    scheduler.max_held_percent = 100;
   }
   return config;
 }
@@ -451,6 +456,10 @@ std::string WorldConfig::describe() const {
   if (engine.draft_tokens != 0) text += "; proposes " + std::to_string(engine.draft_tokens);
   text += "; budget " + std::to_string(engine.token_budget) + ", running " +
           std::to_string(engine.max_running);
+  if (worker.max_bytes_in_flight != 0)
+    text += ", " + std::to_string(worker.max_bytes_in_flight) + " bytes in flight";
+  if (scheduler.max_held_percent < 100)
+    text += ", jobs hold " + std::to_string(scheduler.max_held_percent) + "%";
   text += dashes(memory.split_tensors, "split tensors") +
           dashes(memory.kernel_blocks, "kernel blocks") +
           dashes(engine.local_cache, "local cache") + dashes(scheduler.tell_changes, "events") +

@@ -10,6 +10,7 @@ namespace kvprism::sim {
 void WorldRun::event() {
   now_ = now_ + Duration{static_cast<std::int64_t>(random_.below(600'000))};
   life_.judge->set_now(now_);
+  if (mode_ != StoreMode::kReadWrite && random_.chance(1, 40)) set_mode(StoreMode::kReadWrite);
   const std::uint64_t roll = random_.below(1000);
   if (roll < 380) {
     step_event();
@@ -153,6 +154,12 @@ void WorldRun::submit(Request request) {
   trace("submit request " + std::to_string(raw(request.id)) + " of " +
         std::to_string(request.prompt.size()) + " tokens");
   live_.push_back(request.id);
+  if (!config_.clean && random_.chance(1, 8)) {
+    const std::uint64_t allowed = random_.below(3);
+    request.access = {.load = allowed == 1, .save = allowed == 2};
+    count(WorldFault::kRestricted);
+  }
+  life_.judge->restrict(request.id, request.access);
   prompts_[raw(request.id)] = request.prompt;
   life_.engine->submit(std::move(request));
 }

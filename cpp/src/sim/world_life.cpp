@@ -27,9 +27,11 @@ void WorldRun::start_life() {
     worker.rank = Rank{r};
     life_.memories.push_back(memory);
     life_.injectors.push_back(injector);
+    life_.flights.push_back(
+        std::make_shared<FlightWatch>(injector, config_.worker.max_bytes_in_flight));
     life_.workers.push_back(std::make_shared<StoreWorker>(
         schema, SegmentMap::make(schema->projection().shared_from_this(), memory->tensors()),
-        injector, worker));
+        life_.flights.back(), worker));
     ranks.push_back({life_.workers.back(), memory});
   }
   config_.faults.seed = random_.next();
@@ -104,12 +106,17 @@ void WorldRun::end_life(bool drained) {
   count(WorldFault::kDetachedLoad, stats.loads_detached);
   count(WorldFault::kPartialLoad, stats.loads_partial);
   count(WorldFault::kObjectRemoved, life_.scheduler->counters().objects_removed);
+  for (const auto& worker : life_.workers)
+    count(WorldFault::kSavesHeldUp, worker->counters().saves_held_up);
+  count(WorldFault::kSavesHeldBack, life_.scheduler->counters().saves_held_back);
+  count(WorldFault::kAvoided, life_.scheduler->counters().chunks_avoided);
   count(WorldFault::kQuarantine, life_.scheduler->counters().ledger.quarantined);
 
   // Native code may still own parts of it.
   graveyard_.insert(graveyard_.end(), life_.memories.begin(), life_.memories.end());
   life_ = Life();
   purging_ = false;
+  mode_ = StoreMode::kReadWrite;
   live_.clear();
   leaving_.clear();
   completed_.clear();

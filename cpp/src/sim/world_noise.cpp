@@ -7,7 +7,10 @@ namespace kvprism::sim {
 
 void WorldRun::noise_event() {
   StoreScheduler& scheduler = *life_.scheduler;
-  switch (random_.below(7)) {
+  switch (random_.below(8)) {
+    case 7:
+      if (!config_.clean) mode_event();
+      break;
     case 6:
       if (!config_.clean) purge_event();
       break;
@@ -66,6 +69,19 @@ void WorldRun::purge_event() {
   life_.judge->purged();
   life_.engine->purge(now_);
   purging_ = true;
+}
+
+void WorldRun::mode_event() {
+  static constexpr std::array kModes{StoreMode::kOff, StoreMode::kReadOnly, StoreMode::kWriteOnly};
+  set_mode(kModes[random_.below(kModes.size())]);
+}
+
+void WorldRun::set_mode(StoreMode mode) {
+  trace("mode " + std::string(to_string(mode)));
+  count(WorldFault::kModeChanged);
+  mode_ = mode;
+  life_.scheduler->set_mode(mode);
+  life_.judge->set_mode(mode);
 }
 
 // A plan that is not the next one of this worker's scheduler must be refused, whatever is wrong.

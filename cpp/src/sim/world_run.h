@@ -10,6 +10,7 @@
 
 #include "kvprism/sim/engine.h"
 #include "kvprism/sim/world.h"
+#include "sim/flight_watch.h"
 #include "sim/job_judge.h"
 #include "sim/object_judge.h"
 #include "sim/removal_watch.h"
@@ -25,6 +26,7 @@ struct Life {
   std::uint64_t epoch = 0;
   std::vector<std::shared_ptr<SimMemory>> memories;       // by rank
   std::vector<std::shared_ptr<FaultInjector>> injectors;  // by rank
+  std::vector<std::shared_ptr<FlightWatch>> flights;      // by rank, over the injectors
   std::shared_ptr<FaultInjector> index;
   std::shared_ptr<RemovalWatch> watch;  // over the index
   std::shared_ptr<StoreScheduler> scheduler;
@@ -84,12 +86,15 @@ class WorldRun {
   // Calls that nobody should make, and purges (world_noise.cpp).
   void noise_event();
   void purge_event();
+  void mode_event();
+  void set_mode(StoreMode mode);
   void foreign_plan();
 
   // What must be true of it (world_check.cpp).
   void check();
   void check_purge();
   void verify();
+  void check_pool();
   bool drained() const;
   void drain();
   // Of which groups a prefix is wanted, beside those that need all of it.
@@ -137,6 +142,7 @@ class WorldRun {
   std::vector<std::string> keys_;
   std::vector<StoreChange> changes_;
   bool purging_ = false;
+  StoreMode mode_ = StoreMode::kReadWrite;
   std::vector<std::byte> recording_;
 };
 

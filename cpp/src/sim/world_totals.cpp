@@ -37,6 +37,11 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "several stages",
                                                                "stages without",
                                                                "keys of vllm",
+                                                               "mode changed",
+                                                               "request restricted",
+                                                               "saves held up",
+                                                               "saves held back",
+                                                               "chunks avoided",
                                                                "run repeated"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";

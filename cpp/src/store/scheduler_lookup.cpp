@@ -33,7 +33,8 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     lookups_fail = answer.failed;
     const bool awaited = request != nullptr && request->lookup.serial == answer.serial &&
                          request->lookup.state == LookupState::kInFlight;
-    const bool open = answer.first_round != nullptr;
+    // In another mode by now the store is not asked again: what is proven stands.
+    const bool open = answer.first_round != nullptr && may_load();
     if (!open)
       flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit,
                  answer.failed ? 1 : 0);
@@ -76,6 +77,7 @@ void StoreScheduler::Impl::ask_again(Instant now) {
 
 // All of the step as one call.
 void StoreScheduler::Impl::send_questions(Instant now) {
+  if (!may_load()) return;
   questions.clear();
   std::size_t taken = 0;
   std::uint64_t keys = 0;

@@ -38,6 +38,7 @@ struct Request {
   RequestId id{};
   std::vector<std::uint32_t> prompt;  // token ids, at least one
   std::uint32_t max_new_tokens = 1;   // at least one
+  RequestAccess access{};
 };
 
 struct FinishedRequest {

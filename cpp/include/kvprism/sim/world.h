@@ -47,9 +47,14 @@ enum class WorldFault : std::uint8_t {
   kStages,          // no fault: a world of several pipeline stages
   kBareStages,      // no fault: and some of them hold no layers of a stored group
   kVllmKeys,        // no fault: one with key schema `vllm`
+  kModeChanged,     // no fault: the scheduler's mode, while it runs
+  kRestricted,      // no fault: a request that may not load, or not save
+  kSavesHeldUp,     // no fault: puts that waited for the bytes in flight
+  kSavesHeldBack,   // no fault: saves that waited for the blocks that jobs hold
+  kAvoided,         // no fault: chunks not asked for, because their load had failed
   kReplayed,        // no fault: an engine's run was repeated from its recording
 };
-inline constexpr std::size_t kNumWorldFaults = 34;
+inline constexpr std::size_t kNumWorldFaults = 39;
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -112,6 +117,10 @@ struct WorldResult {
 //   mismatch      an object that a load found damaged is removed, of that rank and in the same
 //                 event, and nothing else is; nobody who asks later is offered it before
 //   avoided       nor is a chunk whose load has failed otherwise, for a while
+//   mode          nothing is asked for, loaded or saved that the mode does not allow
+//   access        nor by a request that may not
+//   in flight     a put exceeds the limit on bytes in flight only alone
+//   held          no save begins while jobs hold more blocks than they may
 //   event         what the scheduler announces is what reports have said, by its right name
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
@@ -119,6 +128,7 @@ struct WorldResult {
 //   oracle        every 128 events and at the end: all that is believed, computed anew
 //
 // In the end:
+//   object        every object in the store is still what its key says
 //   drain         everything comes to its end; nothing is remembered, held or running, and what
 //                 was stored or lost has been announced
 //   close         a worker that closes tells an outcome of every job
