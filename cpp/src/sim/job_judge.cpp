@@ -74,6 +74,7 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   const std::uint32_t probed = drafts_ ? size / alignment * alignment : most;
   if (answer.pending) {
     if (!clean_ || asked_.contains(raw(request))) return;
+    junctions_.erase(raw(request));  // another answer may move it
     asked_.emplace(raw(request), Asked{local, objects_.longest(trail, local, most, probed),
                                        objects_.shared(trail, local, probed)});
     return;
@@ -99,12 +100,13 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
     }
   }
   if (const auto asked = asked_.find(raw(request)); asked != asked_.end()) {
+    // With fewer local tokens than when it was asked, more would have to be stored.
+    const bool certain = local >= asked->second.local;
     // What others store meanwhile may be seen or not.
     const std::uint32_t shared = asked->second.shared;
-    if (shared > hit && shared == objects_.shared(trail, asked->second.local, probed))
+    if (certain && shared > hit && shared == objects_.shared(trail, asked->second.local, probed))
       junctions_[raw(request)] = shared;
-    // With fewer local tokens than when it was asked, more would have to be stored.
-    if (local >= asked->second.local && hit < asked->second.at_least) {
+    if (certain && hit < asked->second.at_least) {
       fail("missed hit", "a hit of " + number(hit) + " tokens although " +
                              number(asked->second.at_least) + " are stored");
     }
