@@ -8,6 +8,7 @@ from typing import Any
 
 import conftest
 import kvprism
+import numpy as np
 import pytest
 from kvprism import vllm as kvprism_vllm
 from kvprism.vllm import cache_config
@@ -197,6 +198,19 @@ def test_a_wrapper_means_to_a_worker_what_its_first_layer_means_to_the_scheduler
     scheduler = cache_config.describe(vllm_config, config("full"), (32, 32), "")
     assert worker.projection.digest == scheduler.projection.digest
     assert worker.schema.fingerprint == scheduler.schema.fingerprint
+    # And its objects hold every layer's own page.
+    pages = [full.page_size_bytes, wider.page_size_bytes]
+    memories = [np.zeros(BLOCKS * page, np.uint8) for page in pages]
+    places = kvprism.SegmentMap(
+        worker.projection,
+        [
+            kvprism.CacheTensor(memory, layers=[f"full.{at}"], block_stride=pages[at])
+            for at, memory in enumerate(memories)
+        ],
+    )
+    one = kvprism.StoreWorker(worker.schema, places, kvprism.memory_store())
+    assert one.close() == 0
+    assert [length for _, length in places.segments(kvprism.GroupId(0), 1)] == pages
 
 
 def test_a_wrapper_whose_layers_are_spread_otherwise_than_the_first_is_refused(
