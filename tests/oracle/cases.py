@@ -356,18 +356,17 @@ def existence(
     """
     out = np.zeros((maps, len(rows), hashes), dtype=np.uint8)
     ends = np.arange(1, hashes + 1)
-    for at in range(maps):
-        stored = rng.integers(0, hashes + 1)
-        holes = rng.choice((0.0, 0.02, 0.1, 0.4))
-        strays = rng.choice((0.0, 0.1, 0.6))
-        spread = rng.choice((0, 0, 0, 3))
-        for group, (scale, fine) in enumerate(rows):
-            limit = stored + (rng.integers(-spread, spread + 1) if spread else 0)
-            chance = np.where(ends <= limit, 1.0 - holes, strays)
-            inside = ends % scale != 0
-            # Objects inside a block are rare but for the end of what was stored.
-            chance = np.where(inside, (0.15 if fine else 0.3) * chance, chance)
-            if fine:
-                chance = np.where(ends == limit, 1.0 - holes, chance)
-            out[at, group] = rng.random(hashes) < chance
+    stored = rng.integers(0, hashes + 1, (maps, 1))
+    holes = rng.choice((0.0, 0.02, 0.1, 0.4), (maps, 1))
+    strays = rng.choice((0.0, 0.1, 0.6), (maps, 1))
+    spread = rng.choice((0, 0, 0, 3), (maps, 1))
+    for group, (scale, fine) in enumerate(rows):
+        limit = stored + rng.integers(-spread, spread + 1)
+        chance = np.where(ends <= limit, 1.0 - holes, strays)
+        inside = ends % scale != 0
+        # Objects inside a block are rare but for the end of what was stored.
+        chance = np.where(inside, (0.15 if fine else 0.3) * chance, chance)
+        if fine:
+            chance = np.where(ends == limit, 1.0 - holes, chance)
+        out[:, group] = rng.random((maps, hashes)) < chance
     return out
