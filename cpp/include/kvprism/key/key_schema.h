@@ -84,9 +84,9 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 //   [<namespace>@]<model>@tp_rank:<tp>@pcp<pcp>@dcp<dcp>@pp_rank:<pp>@group:<group>@<hash>
 //
 // with the namespace as it is, the last path component of the model, the store index and the hash
-// in hex. Ranks that hold the same bytes share one tp, as the reference counts them. Such a key
-// says nothing of dtype, layout, sizes or revision: its chooser vouches that all users of the pool
-// agree.
+// in hex. Ranks that hold the same bytes share one tp, and <pp> is rank / tp mod pp, as the
+// reference counts. Such a key says nothing of dtype, layout, sizes or revision: its chooser
+// vouches that all users of the pool agree.
 //
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
@@ -98,8 +98,8 @@ class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {
                                                   const KeyFacts& facts);
 
   // Throws Error (kInvalidConfig) with all problems: those above, and where the reference's own
-  // keys are wrong: ranks that hold different heads under one key (W-C8); or `model_total_kv_heads`
-  // missing where it decides. A StoreWorker refuses places where the reference's objects are wrong.
+  // keys are wrong: one for ranks of different heads (W-C8) or stages (pp, pcp not coprime), or pcp
+  // with dcp; or no `model_total_kv_heads` where it decides. StoreWorker refuses wrong objects.
   static std::shared_ptr<const KeySchema> vllm(std::shared_ptr<const Projection> projection,
                                                const KeyFacts& facts);
 
