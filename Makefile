@@ -50,7 +50,6 @@ test-mutants: build ## Does the test suite notice deliberate mistakes?
 test-oracle: build ## The same decisions and keys as the real vLLM? ORACLE_ARGS go to it
 	@bash scripts/vllm_env.sh
 	@.venv-vllm/bin/python tests/oracle/compare.py $(ORACLE_ARGS)
-	@.venv-vllm/bin/python -m pytest -q -p no:cacheprovider -o filterwarnings= -o testpaths= tests/vllm/test_gallery.py
 	@.venv-vllm/bin/python tests/oracle/objects.py
 	@.venv-vllm/bin/python tests/oracle/mutants.py
 

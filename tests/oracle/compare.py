@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import block_hashes
@@ -52,6 +53,7 @@ MET = (
     "pairs of stages, one without layers of a group",
     "sizes that kvprism computes",
     "wrappers that disagree",
+    "configurations of the gallery",
     "with partial hits",
     "whole blocks",
     *(f"retention {each}" for each in ("none", "0", "S", "2S")),
@@ -823,6 +825,21 @@ def work(job: tuple[int, int], most_problems: int = 3) -> tuple[Counts, list[str
     return counts, problems
 
 
+def compare_gallery(counts: Counts) -> list[str]:
+    """The configurations of real models, as the tests with vLLM compare them."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+    import test_gallery
+
+    problems = []
+    for path in sorted(test_gallery.FOLDER.iterdir()):
+        try:
+            test_gallery.test_projections_sizes_and_bytes(path)
+        except (AssertionError, kvprism.Error) as error:
+            problems.append(f"{path.stem}: {type(error).__name__} {error}")
+        counts["configurations of the gallery"] += 1
+    return problems
+
+
 def unmet(counts: Counts) -> list[str]:
     """What a full comparison should have met and has not."""
     wanted = [*MET, *(name_of(*pair) for pair in cases.PAIRS)]
@@ -860,6 +877,7 @@ def main() -> int:
         problems += found
     counts["requests whose block hashes are equal"] = HASHED_REQUESTS
     problems += block_hashes.compare(arguments.seed, HASHED_REQUESTS)
+    problems += compare_gallery(counts)
     if arguments.cases >= FULL:
         problems += unmet(counts)
     for name, count in sorted(counts.items()):
