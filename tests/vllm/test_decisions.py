@@ -10,6 +10,7 @@ purpose is in docs/differences.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -323,6 +324,8 @@ def arms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(worker, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(worker, "get_pcp_group", lambda: alone)
     monkeypatch.setattr(worker, "get_dcp_group", lambda: alone)
+    checked = functools.partial(kvprism.StoreScheduler, checked=True)  # refuses calls out of order
+    monkeypatch.setattr(scheduler_side, "StoreScheduler", checked)
     pool = kvprism.MemoryPool()
     for side in (scheduler_side, worker_side):
         monkeypatch.setattr(side, "open_store", lambda *_, **__: kvprism.memory_store(pool))

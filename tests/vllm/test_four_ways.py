@@ -95,7 +95,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             path, engines, engine=engine, environment=environment | variables, abrupt=abrupt
         )
 
-    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+    with harness.patient_mooncake() as mooncake:
         ours = harness.kvprism_connector(mooncake.master)
         damaging = ours | {
             "kv_connector": "DamagingConnector",
@@ -104,7 +104,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         none, cold = run([Engine(), Engine(ours, ring_pieces=str(pieces_file or ""))])
         objects = objects_of(mooncake)
         warm, damaged = run([Engine(ours), Engine(damaging)])
-    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+    with harness.patient_mooncake() as mooncake:
         twice = Engine(BUILTIN, rounds=[harness.prompts()] * 2, reset=True)
         builtin: Any
         try:
