@@ -139,6 +139,42 @@ TEST_F(WorkerTest, SchemaVllmIsRefusedWhereTheReferenceStoresWrongBytes) {
   EXPECT_EQ(refusal(1, 1), "");
 }
 
+TEST_F(WorkerTest, SchemaVllmIsRefusedWhereTheReferenceDoesNotStart) {
+  worker.reset();
+  CacheConfig config;
+  config.num_blocks = 64;
+  config.key_schema = "vllm";
+  config.kv_layout = "LHBNC";
+  const auto refusal = [&](std::uint32_t heads, std::uint32_t kernel) -> std::string {
+    config.groups = {test::full_group(16)};
+    std::get<AttentionPayload>(config.groups[0].spec.payload).num_kv_heads = heads;
+    CacheTensor tensor;
+    tensor.layers = config.groups[0].layers;
+    tensor.block_stride = kPage;
+    tensor.head_stride = 64 * kPage;
+    tensor.kernel_block_size = kernel;
+    memory.resize(heads * tensor.head_stride);
+    tensor.base = memory.data();
+    tensor.bytes = memory.size();
+    projection = Projection::make(config, SpecRegistry::builtin());
+    map = SegmentMap::make(projection, {tensor});
+    try {
+      StoreWorker accepted(KeySchema::vllm(projection, vllm_facts()), map,
+                           std::make_shared<ScriptedStore>(), {});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
+  };
+  EXPECT_THAT(refusal(2, 8),
+              HasSubstr("groups[0] = several heads in blocks of several kernel blocks in layout "
+                        "LHBNC: expected one head, or kernel_block_size as large as the block "
+                        "(the reference does not start with them"));
+  EXPECT_EQ(refusal(2, 16), "");
+  EXPECT_EQ(refusal(2, 0), "");
+  EXPECT_EQ(refusal(1, 8), "");
+}
+
 TEST_F(WorkerTest, SchemaVllmTakesGroupsThatOverlayEachOther) {
   CacheConfig config;
   config.num_blocks = 64;

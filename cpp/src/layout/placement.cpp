@@ -198,6 +198,7 @@ class Builder {
     };
     std::vector<Part> parts;
     for (const LayerShape& shape : shapes) {
+      placement.kernel_blocks |= shape.kernel_blocks() > 1;
       for (const Run& run : runs_of(shape)) parts.push_back({&shape, run, parts.size()});
     }
     if (layout_.heads_before_layers) {

@@ -20,6 +20,7 @@ struct Piece {
 struct Placement {
   std::vector<Piece> pieces;  // in the order of the layout's name, adjacent ones merged
   std::uint64_t bytes = 0;
+  bool kernel_blocks = false;  // smaller than the blocks, of a layer
 };
 
 struct Placements {

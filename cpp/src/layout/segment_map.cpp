@@ -76,6 +76,10 @@ std::uint32_t SegmentMap::segments_per_block(StoreIndex group) const noexcept {
       impl_->placements[impl_->projection->group_id(group)].pieces.size());
 }
 
+bool SegmentMap::has_kernel_blocks(StoreIndex group) const noexcept {
+  return impl_->placements[impl_->projection->group_id(group)].kernel_blocks;
+}
+
 void SegmentMap::append_segments(StoreIndex group, BlockId block, std::vector<Segment>& out) const {
   append_segments(impl_->projection->group_id(group), block, out);
 }

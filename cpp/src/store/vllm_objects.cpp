@@ -48,6 +48,14 @@ bool rows_overlap(const Projection& projection, const ResolvedGroup& group) {
                      [](const CacheSpec& spec) { return page_axes(spec).heads > 1; });
 }
 
+// The reference asserts that heads lie within the blocks that it is shown, which are the kernel's.
+bool heads_outside_kernel_blocks(const SegmentMap& map, StoreIndex index) {
+  const std::vector<CacheSpec>& specs = map.projection().group(index).specs;
+  return map.projection().kv_layout() == "LHBNC" && map.has_kernel_blocks(index) &&
+         std::any_of(specs.begin(), specs.end(),
+                     [](const CacheSpec& spec) { return page_axes(spec).heads > 1; });
+}
+
 }  // namespace
 
 std::optional<StoreIndex> first_placed(const SegmentMap& map) noexcept {
@@ -86,6 +94,10 @@ void check_vllm_objects(const SegmentMap& map, ProblemList& problems) {
     if (rows_overlap(projection, projection.group(index))) {
       refuse(path, "several layers and heads in layout BHLNC", "one layer, or one head",
              "the reference's objects overlap the next blocks");
+    } else if (heads_outside_kernel_blocks(map, index)) {
+      refuse(path, "several heads in blocks of several kernel blocks in layout LHBNC",
+             "one head, or kernel_block_size as large as the block",
+             "the reference does not start with them");
     } else if (!same_place(block, first)) {
       refuse(path, "layers at other places than those of the first stored group",
              "groups that overlay each other layer by layer, because the reference's objects hold "

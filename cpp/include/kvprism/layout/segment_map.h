@@ -63,6 +63,9 @@ class KVPRISM_API SegmentMap : public std::enable_shared_from_this<SegmentMap> {
   std::uint64_t object_bytes(StoreIndex group) const noexcept;
   // Segments that one block of the group adds, after merging adjacent ones.
   std::uint32_t segments_per_block(StoreIndex group) const noexcept;
+  // Whether a layer of the group is cut into blocks of the attention kernel that are smaller than
+  // its own.
+  bool has_kernel_blocks(StoreIndex group) const noexcept;
 
   // Appends the segments of one block. Their bytes are the block's content in the order of the
   // layout's name without B: layer, head, position for LBHNC, LHBNC and BLHNC; layer, position,
