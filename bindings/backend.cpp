@@ -28,16 +28,27 @@ namespace {
 using namespace nb::literals;
 
 Counters to_counters(const BlockingStoreCounters& c) {
-  return {{"put_calls", c.put_calls},         {"put_items", c.put_items},
-          {"put_bytes", c.put_bytes},         {"get_calls", c.get_calls},
-          {"get_items", c.get_items},         {"get_bytes", c.get_bytes},
-          {"exists_calls", c.exists_calls},   {"exists_items", c.exists_items},
-          {"remove_calls", c.remove_calls},   {"queue_full", c.queue_full},
-          {"circuit_open", c.circuit_open},   {"expired", c.expired},
-          {"late_calls", c.late_calls},       {"stuck_calls", c.stuck_calls},
-          {"unquiet_calls", c.unquiet_calls}, {"failed_attempts", c.failed_attempts},
-          {"replacements", c.replacements},   {"unquiet_now", c.unquiet_now},
-          {"retired_now", c.retired_now},     {"usable", c.usable ? 1u : 0u}};
+  return {{"put_calls", c.put_calls},
+          {"put_items", c.put_items},
+          {"put_bytes", c.put_bytes},
+          {"get_calls", c.get_calls},
+          {"get_items", c.get_items},
+          {"get_bytes", c.get_bytes},
+          {"exists_calls", c.exists_calls},
+          {"exists_items", c.exists_items},
+          {"remove_calls", c.remove_calls},
+          {"queue_full", c.queue_full},
+          {"circuit_open", c.circuit_open},
+          {"probes", c.probes},
+          {"expired", c.expired},
+          {"late_calls", c.late_calls},
+          {"stuck_calls", c.stuck_calls},
+          {"unquiet_calls", c.unquiet_calls},
+          {"failed_attempts", c.failed_attempts},
+          {"replacements", c.replacements},
+          {"unquiet_now", c.unquiet_now},
+          {"retired_now", c.retired_now},
+          {"usable", c.usable ? 1u : 0u}};
 }
 
 Counters to_counters(const MemoryPoolCounters& c) {
@@ -119,8 +130,8 @@ std::shared_ptr<StoreHandle> mooncake_store(
   problems.throw_if_any(ErrorCode::kInvalidConfig, "mooncake options");
 
   const GilFree released;
-  const auto store =
-      std::make_shared<BlockingStore>(mooncake_client_factory(std::move(options)), blocking);
+  const std::shared_ptr<BlockingStore> store(
+      new BlockingStore(mooncake_client_factory(std::move(options)), blocking), DeleteWithoutGil());
   auto handle = std::make_shared<StoreHandle>(store, store);
   handle->counters = [store] { return to_counters(store->counters()); };
   return handle;
@@ -177,7 +188,8 @@ std::shared_ptr<StoreHandle> inject_faults(const std::shared_ptr<StoreHandle>& i
     inner->return_index();
     throw;
   }
-  const auto injector = std::make_shared<FaultInjector>(std::move(store), index, plan);
+  const std::shared_ptr<FaultInjector> injector(new FaultInjector(std::move(store), index, plan),
+                                                DeleteWithoutGil());
   const auto locked = std::make_shared<LockedStore>(injector, injector);
   auto handle = std::make_shared<StoreHandle>(locked, locked);
   handle->counters = inner->counters;
@@ -277,17 +289,30 @@ void bind_handle(nb::module_& m) {
 
 One worker may use it to move objects, and one scheduler to look them up.)")
       .def_prop_ro(
-          "name", [](const StoreHandle& h) { return h.capabilities().name; },
+          "name",
+          [](const StoreHandle& h) {
+            const GilFree released;
+            return h.capabilities().name;
+          },
           "What is behind it, with version and protocol.")
       .def(
-          "counters", [](const StoreHandle& h) { return h.counters ? h.counters() : Counters(); },
+          "counters",
+          [](const StoreHandle& h) {
+            const GilFree released;
+            return h.counters ? h.counters() : Counters();
+          },
           "Counters by name; of the pool for a memory store.")
       .def(
-          "faults", [](const StoreHandle& h) { return h.faults ? h.faults() : Counters(); },
+          "faults",
+          [](const StoreHandle& h) {
+            const GilFree released;
+            return h.faults ? h.faults() : Counters();
+          },
           "Faults raised so far by kind; empty unless made by `inject_faults`.")
       .def(
           "release_hung",
           [](const StoreHandle& h) {
+            const GilFree released;
             if (h.release_hung) h.release_hung();
           },
           "Lets operations that an injected fault has hung run.")

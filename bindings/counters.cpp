@@ -37,6 +37,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   ledger["late_notices"] = c.ledger.late_notices;
   ledger["duplicate_notices"] = c.ledger.duplicate_notices;
   ledger["unknown_notices"] = c.ledger.unknown_notices;
+  ledger["asked"] = c.ledger.asked;
   ledger["alive"] = c.ledger.alive;
   ledger["blocks_held"] = c.ledger.blocks_held;
   ledger["blocks_in_quarantine"] = c.ledger.blocks_in_quarantine;
@@ -92,6 +93,7 @@ nb::dict to_dict(const StoreWorkerCounters& c) {
   out["plans_refused"] = c.plans_refused;
   out["plans_repeated"] = c.plans_repeated;
   out["jobs"] = c.jobs;
+  out["jobs_unknown"] = c.jobs_unknown;
   out["gets"] = c.gets;
   out["puts"] = c.puts;
   out["segments"] = c.segments;

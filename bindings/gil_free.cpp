@@ -26,6 +26,7 @@ std::atomic<bool> exiting{false};
 std::atomic<bool> abandoned{false};
 std::atomic<int> inside{0};
 std::atomic<int> returning{0};
+thread_local int open_scopes = 0;
 
 bool ends_elsewhere() noexcept {
   return exiting.load() && std::this_thread::get_id() != exiting_thread;
@@ -62,11 +63,17 @@ GilFree::GilFree(WhenExiting choice) {
   // refused.
   counted_ = !exiting;
   if (counted_) ++inside;
+  ++open_scopes;
   state_ = PyEval_SaveThread();
+}
+
+bool GilFree::has_gil() noexcept {
+  return open_scopes == 0 && Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr;
 }
 
 GilFree::~GilFree() {
   if (state_ == nullptr) return;
+  --open_scopes;
   if (!counted_) {
     PyEval_RestoreThread(state_);
     return;

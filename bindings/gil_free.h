@@ -21,9 +21,26 @@ class GilFree {
   GilFree(const GilFree&) = delete;
   GilFree& operator=(const GilFree&) = delete;
 
+  // Whether this thread has the GIL: false on native threads and inside such a scope.
+  static bool has_gil() noexcept;
+
  private:
   PyThreadState* state_ = nullptr;
   bool counted_ = false;
+};
+
+// Ends an object whose threads may take seconds to end: whoever drops its last reference does so
+// without the GIL, wherever that happens.
+struct DeleteWithoutGil {
+  template <class Object>
+  void operator()(Object* object) const noexcept {
+    if (!GilFree::has_gil()) {
+      delete object;
+      return;
+    }
+    const GilFree released(GilFree::WhenExiting::kKeepGil);
+    delete object;
+  }
 };
 
 }  // namespace kvprism::bindings

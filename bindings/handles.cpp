@@ -60,16 +60,24 @@ void StoreHandle::return_index() {
   index_taken_ = false;
 }
 
+// Waits without the mutex: others ask for it with the GIL.
 CloseReport StoreHandle::close(Duration budget) {
-  const std::lock_guard lock(mutex_);
+  bool index = false;
+  bool store = false;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    index = !index_taken_;
+    store = !store_taken_;
+  }
+  const Instant until = monotonic_now() + budget;
   CloseReport report;
-  if (!index_taken_) report = index_->close_index(budget);
-  if (!store_taken_) {
-    CloseReport more = store_->close_store(budget);
+  if (index) report = index_->close_index(budget);
+  if (store) {
+    CloseReport more = store_->close_store(std::max(Duration{}, until - monotonic_now()));
     report.unquiet += more.unquiet;
     report.ops.insert(report.ops.end(), more.ops.begin(), more.ops.end());
   }
-  closed_ = true;
   return report;
 }
 
@@ -125,15 +133,18 @@ CloseReport BoundScheduler::close(Duration budget) {
   return report;
 }
 
-BoundWorker::BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map,
-                         std::shared_ptr<StoreHandle> store, const StoreWorkerOptions& options)
+BoundWorker::BoundWorker(const std::shared_ptr<const KeySchema>& schema, nb::handle map,
+                         const std::shared_ptr<StoreHandle>& store,
+                         const StoreWorkerOptions& options)
     : map_object_(nb::borrow(map)),
       map_(nb::cast<std::shared_ptr<const SegmentMap>>(map)),
       handle_(store),
       store_(store->take_store()),
       owner_(getpid()) {
   try {
-    worker_ = std::make_shared<StoreWorker>(std::move(schema), map_, store_, options);
+    // Registers memory, which takes a while; the Python objects behind the arguments stay alive.
+    const GilFree released;
+    worker_ = std::make_shared<StoreWorker>(schema, map_, store_, options);
   } catch (...) {
     store->return_store();
     throw;
@@ -229,6 +240,7 @@ CloseReport BoundWorker::close(Duration budget) {
 CloseReport BoundWorker::close_adopted(Duration budget) { return close_once(budget); }
 
 std::shared_ptr<StoreWorker> BoundWorker::adopt() {
+  check_open();  // whoever closes holds the mutex for a while
   const std::lock_guard lock(mutex_);
   check_open();
   if (pump_) {

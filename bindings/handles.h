@@ -112,8 +112,8 @@ class BoundScheduler {
 // kept for ever.
 class BoundWorker {
  public:
-  BoundWorker(std::shared_ptr<const KeySchema> schema, nb::handle map,
-              std::shared_ptr<StoreHandle> store, const StoreWorkerOptions& options);
+  BoundWorker(const std::shared_ptr<const KeySchema>& schema, nb::handle map,
+              const std::shared_ptr<StoreHandle>& store, const StoreWorkerOptions& options);
   ~BoundWorker();
   BoundWorker(const BoundWorker&) = delete;
   BoundWorker& operator=(const BoundWorker&) = delete;

@@ -32,6 +32,7 @@ BoundPlan decode(nb::handle data) {
   plan.ids.assign(view.ids.begin(), view.ids.end());
   plan.mark_tokens.assign(view.mark_tokens.begin(), view.mark_tokens.end());
   plan.mark_hashes.assign(view.mark_hashes.begin(), view.mark_hashes.end());
+  plan.asked.assign(view.asked.begin(), view.asked.end());
   return bound;
 }
 
@@ -74,7 +75,8 @@ In one process the object itself is submitted. It pickles as its encoded bytes.)
           "__len__", [](const BoundPlan& p) { return p.plan.jobs.size(); }, "Number of jobs.")
       .def(
           "__bool__", [](const BoundPlan& p) { return !p.plan.empty(); },
-          "True when there is a job.")
+          "True when there is something to tell a worker: a job, or a question about an earlier "
+          "one.")
       .def_prop_ro(
           "step", [](const BoundPlan& p) { return p.plan.step; },
           "Number of the engine step, from 1.")

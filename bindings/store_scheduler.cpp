@@ -504,6 +504,22 @@ Returns:
     False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
     scheduler raises MismatchError instead.)")
       .def(
+          "rank_gone",
+          [](BoundScheduler& b, const Whole<std::uint32_t>& rank) {
+            ProblemList problems;
+            const Rank gone{rank("rank", problems)};
+            problems.throw_if_any(ErrorCode::kInvalidArgument, kScheduler);
+            Use(b).with([&](auto& s) { s.rank_gone(gone, monotonic_now()); });
+          },
+          "rank"_a,
+          R"(Says that a worker's process has ended, and its memory with it, so that no block waits for it.
+
+Of all jobs planned so far the rank counts as failed and quiet. Never for a process that may live: its calls would go on
+in blocks that are somebody else's. A worker that takes its place must get no plan of before.
+
+Args:
+    rank: Its number.)")
+      .def(
           "take_load_ends",
           [](BoundScheduler& b) {
             std::vector<LoadEnd> ends;

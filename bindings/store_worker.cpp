@@ -52,7 +52,7 @@ or copy run without the GIL.)")
             options.max_queued_jobs = max_queued_jobs("max_queued_jobs", problems);
             options.max_bytes_in_flight = max_bytes_in_flight("max_bytes_in_flight", problems);
             problems.throw_if_any(ErrorCode::kInvalidConfig, "store worker");
-            new (self) BoundWorker(std::move(schema), segment_map, std::move(store), options);
+            new (self) BoundWorker(schema, segment_map, store, options);
           },
           "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0,
           "max_segments_per_call"_a = 512, "max_bytes_per_call"_a = 64u << 20,

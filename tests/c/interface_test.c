@@ -276,6 +276,7 @@ static void null_handles(void) {
   REFUSED(kvprism_scheduler_finished(NULL, 1, false, NULL));
   REFUSED(kvprism_scheduler_end_step(NULL, 0, &bytes, &length, NULL));
   REFUSED(kvprism_scheduler_report(NULL, hash, sizeof hash, 0, NULL));
+  REFUSED(kvprism_scheduler_rank_gone(NULL, 0, 0, NULL));
   REFUSED(kvprism_scheduler_take_load_end(NULL, &end, &flag, NULL));
   kvprism_change change = {.struct_size = sizeof change};
   kvprism_health health = {.struct_size = sizeof health};

@@ -22,6 +22,7 @@
 #include "mooncake/finder.h"
 #include "mooncake/library.h"
 #include "mooncake/probe.h"
+#include "run/rate_limit.h"
 
 namespace kvprism {
 namespace {
@@ -61,6 +62,18 @@ const Problem* find_problem(const std::vector<Problem>& problems, const std::str
   const auto at = std::find_if(problems.begin(), problems.end(),
                                [&](const Problem& problem) { return problem.path == path; });
   return at == problems.end() ? nullptr : &*at;
+}
+
+TEST(RateLimit, LetsOneLineThroughInAnIntervalAndCountsTheRest) {
+  RateLimit limit(kvprism::seconds(10));
+  EXPECT_EQ(limit.pass(Instant{5}), 0u);
+  EXPECT_EQ(limit.pass(Instant{5} + kvprism::seconds(9)), std::nullopt);
+  EXPECT_EQ(limit.pass(Instant{5} + kvprism::seconds(9)), std::nullopt);
+  EXPECT_EQ(limit.pass(Instant{5} + kvprism::seconds(10)), 2u);
+  EXPECT_EQ(limit.pass(Instant{5} + kvprism::seconds(19)), std::nullopt);
+  EXPECT_EQ(limit.pass(Instant{5} + kvprism::seconds(30)), 1u);
+  EXPECT_EQ(with_held_back("full", 0), "full");
+  EXPECT_EQ(with_held_back("full", 2), "full (and 2 more since the last line)");
 }
 
 TEST(MooncakeStatus, ExistsTellsMissingFromUnfinishedAndUnknown) {

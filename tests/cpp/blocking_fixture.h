@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "kvprism/backend/blocking_store.h"
+#include "kvprism/base/log.h"
 
 namespace kvprism::test {
 
@@ -68,6 +69,7 @@ struct Script {
   std::vector<int> torn_down;
   std::function<void(int client)> on_make;
   std::function<void(int client, const Region&)> on_register;
+  std::function<void(int client, const Region&)> on_unregister;
   std::function<void(int client)> on_tear_down;
   // Takes the place of the call when it returns true.
   std::function<bool(int client, Call, const ObjectBatch&, CallEnd&)> on_call;
@@ -142,6 +144,7 @@ class ScriptedClient final : public BlockingClient {
   }
 
   void unregister_region(const Region& region) noexcept override {
+    if (script_->on_unregister) script_->on_unregister(number_, region);
     const std::lock_guard lock(script_->mutex);
     std::erase(script_->registered, std::pair(number_, region));
   }
@@ -253,6 +256,34 @@ inline bool start_get(BlockingStore& store, int op, std::unique_ptr<ObjectBatch>
 inline bool start_exists(BlockingStore& store, int op, std::unique_ptr<ObjectBatch> batch) {
   return store.start_exists(OpId{static_cast<std::uint64_t>(op)}, batch, kNow, kLater);
 }
+
+// The library's log lines while this lives.
+class LogLines {
+ public:
+  LogLines() { set_log_sink(&LogLines::take, this, LogLevel::kWarning); }
+  ~LogLines() { set_log_sink(nullptr, nullptr, LogLevel::kOff); }
+  LogLines(const LogLines&) = delete;
+  LogLines& operator=(const LogLines&) = delete;
+
+  std::vector<std::string> containing(std::string_view part) {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> found;
+    for (const std::string& line : lines_) {
+      if (line.find(part) != std::string::npos) found.push_back(line);
+    }
+    return found;
+  }
+
+ private:
+  static void take(void* context, LogLevel, std::string_view line) {
+    auto& self = *static_cast<LogLines*>(context);
+    const std::lock_guard lock(self.mutex_);
+    self.lines_.emplace_back(line);
+  }
+
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
 
 template <class Condition>
 bool eventually(Condition condition) {

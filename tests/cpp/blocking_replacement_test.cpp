@@ -5,15 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "blocking_fixture.h"
 #include "kvprism/base/error.h"
-#include "kvprism/base/log.h"
 
 namespace kvprism {
 namespace {
@@ -28,6 +25,7 @@ using test::eventually;
 using test::factory_of;
 using test::Gate;
 using test::kNow;
+using test::LogLines;
 using test::quick;
 using test::Script;
 using test::start_exists;
@@ -222,34 +220,6 @@ TEST(BlockingStore, OpenCircuitAnswersAtOnceAndCloses) {
   ASSERT_TRUE(ends.wait_quiet(3));
   EXPECT_EQ(ends.status(3), ItemStatus::kMissing);
 }
-
-// The library's log lines while this lives.
-class LogLines {
- public:
-  LogLines() { set_log_sink(&LogLines::take, this, LogLevel::kWarning); }
-  ~LogLines() { set_log_sink(nullptr, nullptr, LogLevel::kOff); }
-  LogLines(const LogLines&) = delete;
-  LogLines& operator=(const LogLines&) = delete;
-
-  std::vector<std::string> containing(std::string_view part) {
-    const std::lock_guard lock(mutex_);
-    std::vector<std::string> found;
-    for (const std::string& line : lines_) {
-      if (line.find(part) != std::string::npos) found.push_back(line);
-    }
-    return found;
-  }
-
- private:
-  static void take(void* context, LogLevel, std::string_view line) {
-    auto& self = *static_cast<LogLines*>(context);
-    const std::lock_guard lock(self.mutex_);
-    self.lines_.emplace_back(line);
-  }
-
-  std::mutex mutex_;
-  std::vector<std::string> lines_;
-};
 
 TEST(BlockingStore, LateCallHoldsUpOnlyItsKindAndNobodyWaitsBehindIt) {
   const auto script = std::make_shared<Script>();

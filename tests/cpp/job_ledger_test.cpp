@@ -78,6 +78,54 @@ TEST_F(LedgerTest, ASilentRankExpiresTheOutcomeButNeverTheBlocks) {
   EXPECT_EQ(ledger.counters().blocks_in_quarantine, 0u);
 }
 
+TEST_F(LedgerTest, RanksAreAskedAboutWhatIsNotQuietForLong) {
+  JobLedger asking{LedgerOptions{2, seconds(100), seconds(3)}};
+  const auto start_one = [&] {
+    return asking.start(JobKind::kSave, RequestId{1}, blocks, Instant{seconds(10).ns});
+  };
+  const JobId lost = start_one();
+  const JobId moving = start_one();
+  const JobId done = start_one();
+  for (const Rank rank : {Rank{0}, Rank{1}}) {
+    asking.notice(rank, told(done, JobOutcome::kOk, true), {}, {});
+    asking.notice(rank, told(moving, JobOutcome::kOk, false), {}, {});
+  }
+  std::vector<JobId> asked;
+  asking.take_unquiet(Instant{seconds(3).ns - 1}, 64, asked);
+  EXPECT_TRUE(asked.empty());
+  asking.take_unquiet(Instant{seconds(3).ns}, 64, asked);
+  EXPECT_EQ(asked, std::vector<JobId>{moving}) << "the other has no outcome yet, or is over";
+  asked.clear();
+  asking.advance(Instant{seconds(10).ns});
+  asking.take_unquiet(Instant{seconds(13).ns}, 1, asked);
+  EXPECT_EQ(asked, std::vector<JobId>{moving}) << "no more than the plan has room for";
+  asking.take_unquiet(Instant{seconds(13).ns}, 64, asked);
+  EXPECT_EQ(asked, (std::vector<JobId>{moving, lost})) << "each once in the interval";
+  EXPECT_EQ(asking.counters().asked, 3u);
+}
+
+TEST_F(LedgerTest, ARankThatIsGoneHoldsNothing) {
+  const JobId told_already = start(2);
+  const JobId untold = start(2);
+  ledger.notice(Rank{1}, told(told_already, JobOutcome::kOk, false), {}, {});
+  ledger.notice(Rank{0}, told(told_already, JobOutcome::kOk, true), {}, {});
+  ASSERT_TRUE(ledger.take_outcome(event));
+  ledger.rank_gone(Rank{1}, {});
+  ASSERT_TRUE(ledger.take_quiet(event));
+  EXPECT_EQ(event.job, told_already);
+  EXPECT_EQ(event.outcome, JobOutcome::kOk) << "what it has told holds";
+  EXPECT_FALSE(ledger.take_outcome(event)) << "rank 0 may still move bytes of the other";
+  ledger.notice(Rank{0}, told(untold, JobOutcome::kOk, true), {}, {});
+  ASSERT_TRUE(ledger.take_outcome(event));
+  EXPECT_EQ(event.outcome, JobOutcome::kFailed);
+  EXPECT_TRUE(event.whole);
+  ASSERT_TRUE(ledger.take_quiet(event));
+  EXPECT_EQ(event.blocks, blocks);
+  EXPECT_EQ(ledger.counters().duplicate_notices, 0u);
+  ledger.rank_gone(Rank{2}, {});
+  EXPECT_EQ(ledger.counters().unknown_notices, 1u);
+}
+
 TEST_F(LedgerTest, OddNoticesAreCountedAndHarmless) {
   const JobId job = start(2);
   ledger.notice(Rank{0}, told(JobId{99}, JobOutcome::kOk, true), {}, {});

@@ -12,6 +12,8 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -153,8 +155,15 @@ class SilentStore final : public ObjectStore {
   bool start_get(OpId, std::unique_ptr<ObjectBatch>& batch, Instant, Instant) override {
     return take(batch);
   }
-  bool poll_store(Instant, Completion&) override { return false; }
+  bool poll_store(Instant, Completion&) override {
+    if (polls_that_throw > 0) {
+      --polls_that_throw;
+      throw std::runtime_error("no memory for an answer");
+    }
+    return false;
+  }
   CloseReport close_store(Duration) override {
+    if (throw_in_close) throw std::bad_alloc();
     closing = true;
     while (hang_in_close) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ++closed;
@@ -164,6 +173,8 @@ class SilentStore final : public ObjectStore {
   std::atomic<int> closed{0};
   std::atomic<bool> closing{false};
   std::atomic<bool> hang_in_close{false};
+  std::atomic<bool> throw_in_close{false};
+  std::atomic<int> polls_that_throw{0};
 
  private:
   bool take(std::unique_ptr<ObjectBatch>& batch) {
@@ -380,6 +391,30 @@ TEST(PumpThread, ManyThreadsSubmitAndPoll) {
   EXPECT_EQ(ended.load(), 150);
   EXPECT_EQ(pool->counters().objects, 150u);
   EXPECT_EQ(rank.worker->counters().jobs_alive, 0u);
+}
+
+TEST(PumpThread, GoesOnAfterAnException) {
+  const auto store = std::make_shared<SilentStore>();
+  store->polls_that_throw = 3;
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store, {milliseconds(1), milliseconds(1)});
+  ASSERT_TRUE(
+      rank.worker->submit(rank.plan(JobKind::kLoad, 1, 1, 1).view(), ReadyToken::host()).accepted);
+  pump.notify();
+  for (int round = 0; round < 5000 && rank.worker->counters().gets == 0; ++round)
+    pump.wait_moved(pump.moves(), milliseconds(10));
+  EXPECT_EQ(rank.worker->counters().gets, 1u) << "the job was started after the errors";
+  EXPECT_EQ(pump.errors(), 3u);
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u);
+}
+
+TEST(PumpThread, AnExceptionWhileClosingEndsNoProcess) {
+  const auto store = std::make_shared<SilentStore>();
+  store->throw_in_close = true;
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store);
+  EXPECT_EQ(pump.stop(seconds(1)).unquiet, 1u) << "what could not be closed may go on";
+  EXPECT_EQ(pump.errors(), 1u);
 }
 
 TEST(PumpThread, RefusesNothingToPump) {

@@ -329,7 +329,8 @@ TEST_F(SchedulerTest, AChunkThatCouldNotBeLoadedIsAvoidedForAWhile) {
   EXPECT_EQ(scheduler->counters().chunks_avoided, 1u);
 }
 
-TEST_F(SchedulerTest, AStoreThatCannotBeReachedIsNotHeldAgainstItsObjects) {
+// R41: the worker is cut off from a store that still answers the scheduler's lookups.
+TEST_F(SchedulerTest, WhatCouldNotBeReachedIsNotOfferedForAWhile) {
   build({test::full_group(16)});
   const Hashes hashes(8, 1);
   exists(hashes, 64);
@@ -339,8 +340,28 @@ TEST_F(SchedulerTest, AStoreThatCannotBeReachedIsNotHeldAgainstItsObjects) {
   report(job, JobOutcome::kPartial, true,
          {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kUnavailable)}});
   scheduler->finished(kRequest, FinishReason::kCompleted);
+  const Instant failed_at = now;
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 0u);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_EQ(scheduler->counters().loads, 1u);
+  now = failed_at + seconds(5);
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u) << "it may be reached again";
+}
+
+TEST_F(SchedulerTest, WhatFailedAsAWholeIsNotOfferedForAWhile) {
+  build({test::full_group(16)});
+  const Hashes hashes(8, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  report(job, JobOutcome::kCancelled, true, {});
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  const Instant failed_at = now;
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 0u);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  now = failed_at + seconds(5);
   EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
-  EXPECT_EQ(scheduler->counters().chunks_avoided, 0u);
 }
 
 TEST_F(SchedulerTest, AnAllocationThatTakesNothingLoadsNothing) {

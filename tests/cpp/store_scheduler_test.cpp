@@ -1,5 +1,6 @@
 // Requests, hashes, modes, reports and the changes that are told.
 #include "kvprism/store/store_scheduler.h"
+#include "kvprism/base/log.h"
 
 #include <set>
 
@@ -84,6 +85,58 @@ TEST_F(SchedulerTest, QuarantinedJobsDoNotKeepTheEngineStepping) {
   EXPECT_EQ(scheduler->counters().ledger.blocks_in_quarantine, 1u);
   report(job, JobOutcome::kOk, true);
   EXPECT_THAT(released(), ElementsAre(1));
+}
+
+// W-C25: one lost report pins no block for ever.
+TEST_F(SchedulerTest, RanksAreAskedForAReportThatWasLost) {
+  build({test::full_group(16)});
+  const Hashes hashes(1, 1);
+  const Rows rows(std::vector<std::vector<std::int32_t>>{{1}});
+  scheduler->advanced(kRequest, 16, hashes.list());
+  scheduler->save(kRequest, {0, 16}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs[0].id;
+  now = now + seconds(75);
+  EXPECT_THAT(scheduler->end_step(now).asked, IsEmpty()) << "its outcome has just expired";
+  now = now + seconds(31);
+  EXPECT_THAT(scheduler->end_step(now).asked, ElementsAre(job));
+  EXPECT_THAT(scheduler->end_step(now).asked, IsEmpty()) << "once in 30 s";
+  EXPECT_THAT(released(), IsEmpty());
+  report(job, JobOutcome::kFailed, true);
+  EXPECT_THAT(released(), ElementsAre(1));
+  now = now + seconds(31);
+  EXPECT_THAT(scheduler->end_step(now).asked, IsEmpty());
+  EXPECT_EQ(scheduler->counters().ledger.asked, 1u);
+  EXPECT_EQ(scheduler->counters().ledger.quarantined, 0u);
+}
+
+TEST_F(SchedulerTest, ManyJobsInQuarantineAreOneLineAndACount) {
+  std::vector<std::string> lines;
+  set_log_sink(
+      [](void* to, LogLevel, std::string_view line) {
+        if (line.find("is not quiet after") != line.npos)
+          static_cast<std::vector<std::string>*>(to)->emplace_back(line);
+      },
+      &lines, LogLevel::kWarning);
+  build({test::full_group(16)});
+  const auto leave_unquiet = [&](std::uint64_t id) {
+    const Hashes hashes(1, static_cast<int>(id));
+    const Rows rows(std::vector<std::vector<std::int32_t>>{{1}});
+    scheduler->advanced(RequestId{id}, 16, hashes.list());
+    scheduler->save(RequestId{id}, {0, 16}, rows.get(), now);
+    report(scheduler->end_step(now).jobs[0].id, JobOutcome::kOk, false);
+  };
+  for (std::uint64_t id = 1; id <= 4; ++id) leave_unquiet(id);
+  now = now + seconds(60);
+  leave_unquiet(5);
+  now = now + seconds(60);
+  scheduler->end_step(now);
+  now = now + seconds(60);
+  scheduler->end_step(now);
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+  EXPECT_EQ(scheduler->counters().ledger.quarantined, 5u);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_THAT(lines[0], testing::StartsWith("job 1 of request 1 is not quiet after 120 s"));
+  EXPECT_THAT(lines[1], testing::EndsWith(" (and 3 more since the last line)"));
 }
 
 TEST_F(SchedulerTest, ReportsNeedNoAlignment) {
@@ -327,6 +380,33 @@ TEST_F(SchedulerTest, SourcesStayReferencedUntilEveryRankIsQuiet) {
   EXPECT_TRUE(scheduler->has_pending_work());
   report(job, JobOutcome::kOk, true, {}, Rank{1});
   EXPECT_THAT(released(), ElementsAre(3, 4, 5));
+  EXPECT_EQ(scheduler->tracked(), 0u);
+}
+
+// R63: a later save of a request takes nothing from an earlier one that still runs.
+TEST_F(SchedulerTest, SavesOfOneRequestEndInAnyOrder) {
+  build({test::full_group(16)});
+  const Hashes hashes(3, 1);
+  const Rows rows(std::vector<std::vector<std::int32_t>>{{4, 5, 6}});
+  std::vector<JobId> jobs;
+  for (std::uint32_t end = 16; end <= 48; end += 16) {
+    scheduler->advanced(kRequest, end, hashes.list());
+    ASSERT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{end - 16, end}));
+    scheduler->save(kRequest, {end - 16, end}, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    ASSERT_EQ(plan.jobs.size(), 1u);
+    jobs.push_back(plan.jobs[0].id);
+  }
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  report(jobs[2], JobOutcome::kOk, true);
+  EXPECT_THAT(released(), ElementsAre(6));
+  report(jobs[0], JobOutcome::kOk, true);
+  EXPECT_THAT(released(), ElementsAre(4));
+  EXPECT_EQ(scheduler->counters().ledger.blocks_held, 1u);
+  report(jobs[1], JobOutcome::kOk, false);
+  EXPECT_THAT(released(), IsEmpty());
+  report(jobs[1], JobOutcome::kNone, true);
+  EXPECT_THAT(released(), ElementsAre(5));
   EXPECT_EQ(scheduler->tracked(), 0u);
 }
 

@@ -56,6 +56,26 @@ TEST(StepPlan, SurvivesTheWire) {
   EXPECT_EQ(again, bytes);
 }
 
+TEST(StepPlan, QuestionsAboutEarlierJobsSurviveTheWire) {
+  StepPlan plan;
+  plan.epoch = 77;
+  plan.step = 5;
+  EXPECT_TRUE(plan.empty());
+  plan.asked = {JobId{3}, JobId{9}};
+  EXPECT_FALSE(plan.empty());
+  std::vector<std::byte> bytes;
+  encode(plan.view(), bytes);
+  const StepPlanView view = decode_plan(bytes);
+  EXPECT_TRUE(view.jobs.empty());
+  EXPECT_TRUE(
+      std::equal(view.asked.begin(), view.asked.end(), plan.asked.begin(), plan.asked.end()));
+  for (std::size_t length = 0; length < bytes.size(); ++length) {
+    EXPECT_NE(refusal(std::span(bytes).first(length)), "") << length;
+  }
+  plan.clear();
+  EXPECT_TRUE(plan.empty());
+}
+
 TEST(StepPlan, IsReadWhereItLies) {
   std::vector<std::byte> bytes;
   encode(small_plan().view(), bytes);
@@ -84,7 +104,8 @@ TEST(StepPlan, NamesWhatItRefuses) {
   };
   EXPECT_THAT(with(0, 1), HasSubstr("magic = 1: expected"));
   EXPECT_THAT(with(4, 2), HasSubstr("version = 2: expected 1"));
-  EXPECT_THAT(with(4, 0x00010001), HasSubstr("flags = 1: expected 0"));
+  EXPECT_THAT(with(4, 0x00020001), HasSubstr("flags = 2: expected 0 or 1"));
+  EXPECT_THAT(with(4, 0x00010001), HasSubstr("the arrays that the header counts"));
   const std::size_t jobs = 72;
   EXPECT_THAT(with(jobs + 16, 3), HasSubstr("jobs[0].kind = 3: expected 1 (save) or 2 (load)"));
   EXPECT_THAT(with(jobs + 24, 9),

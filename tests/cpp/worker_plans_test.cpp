@@ -72,6 +72,32 @@ TEST_F(WorkerTest, APlanRunsOnce) {
   EXPECT_EQ(worker->counters().plans_repeated, 2u);
 }
 
+// A report may be lost with the step that carried it (W-C25): the scheduler asks, and gets an end.
+TEST_F(WorkerTest, AJobThatIsNotKnownIsToldAsFailedAndQuiet) {
+  const auto ask = [&](std::vector<JobId> jobs) {
+    StepPlan question = plan_of({}, {}, {});
+    question.asked = std::move(jobs);
+    EXPECT_TRUE(worker->submit(question.view(), ReadyToken::host()).accepted);
+    return report().jobs;
+  };
+  EXPECT_TRUE(ask({JobId{4}}).empty()) << "an earlier worker may have had it";
+  ASSERT_TRUE(worker->submit(simple(JobKind::kLoad, 1, 5).view(), ReadyToken::host()).accepted);
+  worker->pump(now);
+  EXPECT_TRUE(ask({JobId{5}}).empty()) << "it moves, and tells its end itself";
+  store->end_get();
+  worker->pump(now);
+  const std::vector<JobReport> lost = report().jobs;
+  ASSERT_EQ(lost.size(), 1u);
+  EXPECT_EQ(lost[0].outcome, JobOutcome::kOk);
+
+  const std::vector<JobReport> answers = ask({JobId{4}, JobId{5}, JobId{6}});
+  EXPECT_EQ(answers, (std::vector<JobReport>{{JobId{5}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0},
+                                             {JobId{6}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}}))
+      << "6 was in a plan that was lost, and comes no more";
+  EXPECT_EQ(worker->counters().jobs_unknown, 2u);
+  EXPECT_TRUE(store->gets.empty()) << "nothing is moved again";
+}
+
 TEST_F(WorkerTest, RefusesPlansOfOtherKeys) {
   StepPlan plan = simple(JobKind::kSave, 1);
   KeyFacts other = schema->key_facts();

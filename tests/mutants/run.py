@@ -189,8 +189,10 @@ def build() -> Path:
     return programs[0]
 
 
-def judge(program: Path, mutant: Mutant, seeds: int) -> Verdict:
+def judge(program: Path, mutant: Mutant, seeds: int, seed_seconds: float) -> Verdict:
+    """`seed_seconds`: of a seed without a mutant. Twenty times that are no end."""
     began = time.monotonic()
+    limit = 60 + 20 * seed_seconds * max(seeds, mutant.seeds)
     command = [
         str(program),
         "--mutant",
@@ -200,9 +202,9 @@ def judge(program: Path, mutant: Mutant, seeds: int) -> Verdict:
         "--stop-at-first",
     ]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return Verdict(mutant, True, "hangs", time.monotonic() - began)
+        return Verdict(mutant, True, f"has no end within {limit:.0f} s", time.monotonic() - began)
     seconds = time.monotonic() - began
     if found := FAILED.search(result.stdout):
         seed, event, invariant, what = found.groups()
@@ -226,9 +228,11 @@ def main() -> int:
     copy_sources(mutants)
     program = build()
     print(f"{len(mutants)} mutants built in {time.monotonic() - began:.0f} s")
+    began_healthy = time.monotonic()
     healthy = subprocess.run(
         [str(program), "--seeds", "50"], capture_output=True, text=True, check=False
     )
+    seed_seconds = (time.monotonic() - began_healthy) / 50
     if healthy.returncode != 0:
         print(healthy.stdout[-4000:])
         fail("the simulation fails without any mutant")
@@ -236,7 +240,9 @@ def main() -> int:
     if not chosen:
         fail(f"no mutant '{arguments.only}'")
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        verdicts = list(pool.map(lambda mutant: judge(program, mutant, arguments.seeds), chosen))
+        verdicts = list(
+            pool.map(lambda mutant: judge(program, mutant, arguments.seeds, seed_seconds), chosen)
+        )
 
     width = max(len(verdict.mutant.id) for verdict in verdicts)
     for verdict in verdicts:

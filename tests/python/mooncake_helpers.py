@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import kvprism
@@ -20,6 +23,18 @@ def prompt(number: int) -> list[int]:
     return list(range(100 * number, 100 * number + 3 * BLOCK + 1))
 
 
+@contextmanager
+def pause_master(mooncake: LocalMooncake) -> Iterator[None]:
+    """The master accepts connections and says nothing."""
+    master = mooncake._master
+    assert master is not None
+    master.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        master.send_signal(signal.SIGCONT)
+
+
 class Engine(Rank):
     """A scheduler and a worker with connections of their own, as in two processes."""
 
@@ -29,19 +44,21 @@ class Engine(Rank):
         *,
         model: str = "model",
         scheduler: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         def connect() -> kvprism.ObjectStore:
             return kvprism.mooncake_store(master=mooncake.master, **options)
 
+        self.index = connect()
         # An answer must come, however slow the machine, and saving must not pause.
+        patient = {"lookup_timeout_seconds": BOUND, "backoff_after": 10_000}
         super().__init__(
             store=connect(),
-            index=connect(),
+            index=self.index,
             model=model,
-            lookup_timeout_seconds=BOUND,
-            backoff_after=10_000,
-            **(scheduler or {}),
+            config=config or {},
+            **(patient | (scheduler or {})),
         )
         self.memory[:] = np.random.default_rng(3).integers(
             256, size=self.memory.shape, dtype=np.uint8

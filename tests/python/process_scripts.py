@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -117,7 +118,7 @@ def save_and_hang(master: str, number: str) -> None:
 
 
 def leave(master: str, how: str) -> None:
-    """Ends with open connections and a load behind it, after `close` or without."""
+    """Ends with open connections and a load behind it, after `close` or without; tells when."""
     engine = Engine(Elsewhere(master))  # type: ignore[arg-type]
     # Of its own: what another process has begun to store is told as stored, and not there yet.
     tokens = prompt(os.getpid())
@@ -125,6 +126,31 @@ def leave(master: str, how: str) -> None:
     assert engine.loads_right(tokens)
     if how == "close":
         engine.close()
+    print("leaving", flush=True)
+
+
+def in_spawned_child(master: str) -> None:
+    """What a process of multiprocessing does, which has imported everything anew."""
+    engine = Engine(Elsewhere(master))  # type: ignore[arg-type]
+    assert engine.loads_right(prompt(4))
+    engine.close()
+
+
+def spawn_and_fork(master: str) -> None:
+    """Children of a process with open connections, which go on being right."""
+    engine = Engine(Elsewhere(master))  # type: ignore[arg-type]
+    assert engine.stored(prompt(4)) == 3
+    for method, target, arguments in (
+        ("spawn", in_spawned_child, (master,)),
+        ("fork", os.getpid, ()),
+    ):
+        child = multiprocessing.get_context(method).Process(target=target, args=arguments)
+        child.start()
+        child.join(BOUND)
+        assert child.exitcode == 0, method
+        assert engine.loads_right(prompt(4))
+    engine.close()
+    print("right", flush=True)
 
 
 def signals(master: str) -> None:
@@ -142,6 +168,5 @@ def signals(master: str) -> None:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (serve, store_and_load, save_and_hang, leave, signals)}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    programs = (serve, store_and_load, save_and_hang, leave, signals, spawn_and_fork)
+    {f.__name__: f for f in programs}[sys.argv[1]](*sys.argv[2:])

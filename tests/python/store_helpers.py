@@ -15,18 +15,17 @@ NUM_BLOCKS = 16
 LAYERS = ("f0", "f1")
 
 
-def projection() -> kvprism.Projection:
+def projection(**changes: Any) -> kvprism.Projection:
+    """Of one group; `changes` are those of the cache config."""
     group = configs.attention(
         layers=list(LAYERS), block_size=BLOCK, num_kv_heads=1, head_size=8, dtype="float16"
     )
-    config = configs.config(group, num_blocks=NUM_BLOCKS)
+    config = configs.config(group, num_blocks=NUM_BLOCKS, **changes)
     return kvprism.Projection(kvprism.CacheConfig.from_dict(config))
 
 
 def schema(groups: kvprism.Projection, model: str = "model") -> kvprism.KeySchema:
-    return kvprism.KeySchema.kvprism(
-        groups, model=model, hash_algorithm="sha256", hash_is_stable=True
-    )
+    return kvprism.KeySchema.make(groups, model=model, hash_algorithm="sha256", hash_is_stable=True)
 
 
 def hashes(tokens: list[int], width: int = 32) -> list[bytes]:
@@ -42,7 +41,7 @@ class Rank:
     """What one engine has: memory of [layer][block] pages, a scheduler and a worker."""
 
     def __init__(self, pool: kvprism.MemoryPool | None = None, **options: Any) -> None:
-        self.projection = projection()
+        self.projection = projection(**options.pop("config", {}))
         self.schema = schema(self.projection, options.pop("model", "model"))
         page = self.projection.groups()[0].page_size_bytes
         self.memory: npt.NDArray[np.uint8] = np.zeros(

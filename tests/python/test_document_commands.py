@@ -44,9 +44,7 @@ def test_cmake_lines_find_the_package(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
 def test_the_server_takes_its_options(page: str) -> None:
-    (command,) = [
-        text for text in blocks(page) if "vllm serve MODEL --enable-prefix" in text
-    ]
+    (command,) = [text for text in blocks(page) if "vllm serve MODEL --enable-prefix" in text]
     words = shlex.split(command)
     config: dict[str, Any] = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert config["kv_connector"] == "KVPrismConnector"

@@ -6,6 +6,7 @@ import logging
 
 import kvprism
 import pytest
+from kvprism.rate_limited import RateLimited
 from store_helpers import BLOCK, Rank, hashes
 
 
@@ -59,3 +60,20 @@ def test_a_level_hides_what_is_below() -> None:
     assert kvprism.take_log_lines() == []
     with pytest.raises(kvprism.Error, match="level = loud: expected debug, info, warning"):
         kvprism.set_log_level("loud")
+
+
+def test_a_line_that_floods_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    told = RateLimited(logging.getLogger("kvprism"), logging.ERROR, 10.0, clock=lambda: now)
+    with caplog.at_level(logging.WARNING, logger="kvprism"):
+        for number in range(4):
+            told("plan %d was refused", number)
+        now = 110.0
+        told("plan %d was refused", 4)
+        now = 120.0
+        told("plan %d was refused", 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "plan 0 was refused",
+        "plan 4 was refused (and 3 more since the last line)",
+        "plan 5 was refused",
+    ]

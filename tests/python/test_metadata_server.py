@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -72,3 +74,45 @@ def test_set_up_without_the_service_ends_with_an_error() -> None:
             master=mooncake.master, metadata_server=f"http://127.0.0.1:{free_port()}/metadata"
         )
     assert caught.value.code in ("unavailable", "timed_out")
+
+
+@contextlib.contextmanager
+def answering(status: int | None) -> Iterator[str]:
+    """A service that answers everything with one status, or, with None, never."""
+    over = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            if status is None:
+                over.wait(BOUND)
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = do_DELETE = do_POST = answer  # noqa: N815  # names of the base class
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metadata"
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [404, 500, None])
+def test_set_up_with_a_service_that_does_not_work_ends_with_an_error(status: int | None) -> None:
+    with LocalMooncake() as mooncake, answering(status) as url:
+        with pytest.raises(kvprism.Error) as caught:
+            kvprism.mooncake_store(
+                master=mooncake.master, metadata_server=url, setup_timeout_seconds=2.0
+            )
+        assert caught.value.code in ("unavailable", "timed_out")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Iterator
 
 import kvprism
 import pytest
-from children import Children
+from children import BOUND_SECONDS, Children
 from kvprism.local_mooncake import LocalMooncake
-from mooncake_helpers import TARGETS, Engine, prompt
+from mooncake_helpers import TARGETS, Engine, hashes, pause_master, prompt
 from process_scripts import SimulatedEngine, simulated_prompts
 
 pytestmark = pytest.mark.mooncake
 
 INSTANCES = 16
 EXITS = 2  # of each kind; `make soak` has a hundred
+EXIT_SECONDS = 60.0  # a quiet machine takes less than two
 
 
 @pytest.fixture
@@ -42,6 +44,18 @@ def test_many_instances_on_one_host(children: Children) -> None:
         assert [instance.ends_well() for instance in instances] == ["right"] * INSTANCES
 
 
+def begun(mooncake: LocalMooncake) -> int:
+    """Objects that are being written, as the master counts them."""
+    with urllib.request.urlopen(f"http://{mooncake.metrics}/metrics") as answer:
+        text = answer.read().decode()
+    counts = dict(re.findall(r"^(master_batch_put_\w+_items_total) (\d+)$", text, re.MULTILINE))
+    started, refused, ended = (
+        int(counts[f"master_batch_put_{name}_items_total"])
+        for name in ("start", "start_failed", "end")
+    )
+    return started - refused - ended
+
+
 def test_a_worker_that_is_killed_in_the_middle_of_a_save(children: Children) -> None:
     """What it began is a miss, and the next writer stores it (R46)."""
     flags = {"put_start_discard_timeout_sec": 1, "put_start_release_timeout_sec": 2}
@@ -51,7 +65,11 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_save(children: Children) -> 
         mooncake.pause_storage()
         worker.go_on()
         worker.says("saving")
+        begin = time.monotonic()
+        while begun(mooncake) == 0:
+            assert time.monotonic() - begin < BOUND_SECONDS
         worker.end()
+        assert begun(mooncake) > 0, "nothing is half-written"
         mooncake.resume_storage()
         engine = Engine(mooncake, scheduler={"saved_fresh_for_seconds": 0.001})
         assert engine.loaded(prompt(7)) is None
@@ -117,7 +135,8 @@ def test_the_interpreter_ends_with_and_without_close(children: Children) -> None
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
         processes = [children.start("leave", mooncake, how) for how in ("close", "open") * EXITS]
         for process in processes:
-            process.ends_well()
+            process.says("leaving")
+            process.ends_well(EXIT_SECONDS)
 
 
 def test_signals_are_the_process_own(children: Children) -> None:
@@ -157,36 +176,141 @@ def test_an_engine_that_is_terminated_with_saves_in_flight(children: Children) -
         assert successor.engine.close(10.0) == 0
 
 
-@contextmanager
-def ticking() -> Iterator[list[float]]:
-    """A thread that wants to run every 10 ms."""
-    ticks: list[float] = []
-    stop = threading.Event()
+TICK_SECONDS = 0.01
 
-    def tick() -> None:
-        while not stop.wait(0.01):
-            ticks.append(time.monotonic())
 
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        yield ticks
-    finally:
-        stop.set()
-        thread.join()
+class Turns:
+    """A thread that wants to run every 10 ms, and counts how often it did."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_SECONDS):
+            self.ticks += 1
+
+    def during(self, call: Callable[[], object]) -> tuple[int, float]:
+        """The turns it got during a call, and the call's length."""
+        self._thread.start()
+        begin = time.monotonic()
+        try:
+            call()
+        finally:
+            length = time.monotonic() - begin
+            ticks = self.ticks
+            self._stop.set()
+            self._thread.join()
+        return ticks, length
+
+
+def test_a_call_that_keeps_the_interpreter_is_noticed() -> None:
+    numbers = range(30_000_000)
+    ticks, length = Turns().during(lambda: sum(numbers))
+    assert ticks < 0.75 * length / TICK_SECONDS
+
+
+def turns_during_long_calls() -> dict[str, float]:
+    """The part of its turns that a thread gets while each of some long calls runs."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        engines = [Engine(mooncake)]
+        assert engines[0].stored(prompt(1)) == 3
+        request, offered = engines[0].found(prompt(1))
+        assert engines[0].scheduler.allocated(request, offered, [TARGETS]) is not None
+        mooncake.pause_storage()
+        assert engines[0].worker.submit(engines[0].scheduler.end_step(), kvprism.ReadyToken.host())
+
+        def set_up() -> None:
+            with pause_master(mooncake), pytest.raises(kvprism.TimedOutError):
+                kvprism.mooncake_store(master=mooncake.master, setup_timeout_seconds=1.0)
+
+        calls: dict[str, tuple[Callable[[], object], float]] = {
+            "wait": (lambda: engines[0].worker.wait(1.0), 0.9),
+            "set-up": (set_up, 0.9),
+            "close": (lambda: engines[0].worker.close(1.0), 0.9),
+            # The load hangs in its client, for which the destructor waits.
+            "the last reference": (engines.clear, 2.0),
+        }
+        control, slept = Turns().during(lambda: time.sleep(1.0))
+        parts = {}
+        for name, (call, at_least) in calls.items():
+            ticks, length = Turns().during(call)
+            assert length > at_least, f"{name} took {length} s: too short to tell anything"
+            parts[name] = (ticks / length) / (control / slept)
+        mooncake.resume_storage()
+    return parts
 
 
 def test_long_calls_leave_the_interpreter_to_others() -> None:
-    """While a call of two seconds runs, a thread gets most of its turns (R72)."""
+    """Meanwhile a thread gets three quarters of the turns that it gets otherwise (R72)."""
+    best: dict[str, float] = {}
+    for _ in range(3):  # a busy machine takes turns as well
+        for name, part in turns_during_long_calls().items():
+            best[name] = max(best.get(name, 0.0), part)
+        if min(best.values()) >= 0.75:
+            return
+    pytest.fail(f"parts of a thread's turns: {best}")
+
+
+def test_a_lookup_costs_nothing_while_there_is_no_master() -> None:
+    """R51: one question a second reaches the client, however many lookups there are."""
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
-        engine = Engine(mooncake)
+        engine = Engine(mooncake, scheduler={"lookup_fresh_for_seconds": 0.001})
         assert engine.stored(prompt(1)) == 3
-        with ticking() as ticks:
-            begin = time.monotonic()
-            assert engine.worker.wait(2.0) is None
-            length = time.monotonic() - begin
-        # Against the longest standstill, as a busy machine slows every tick: a call that keeps the
-        # lock leaves one gap of its whole length.
-        gaps = [b - a for a, b in zip([begin, *ticks], [*ticks, begin + length], strict=True)]
-        assert max(gaps) < length / 2, max(gaps)
+        kvprism.take_log_lines()
+        mooncake.stop_master()
+        assert engine.loaded(prompt(1)) is None
+        before = engine.index.counters()
+        assert before["usable"] == 0
+        begin = time.monotonic()
+        for number in range(2, 22):
+            assert engine.loaded(prompt(number)) is None
+        after = engine.index.counters()
+        intervals = int(time.monotonic() - begin) + 1
+        assert after["exists_calls"] == before["exists_calls"]
+        assert after["circuit_open"] == before["circuit_open"] + 20
+        assert after["probes"] - before["probes"] <= intervals
+        mooncake.start_master()
+        while not engine.index.counters()["usable"]:
+            assert time.monotonic() - begin < BOUND_SECONDS
+            engine.worker.wait(0.05)
+        assert engine.loaded(prompt(1)) is None, "the new master knows nothing"
+        assert engine.index.counters()["exists_calls"] > after["exists_calls"]
+        assert engine.index.counters()["replacements"] == 0
+        lines = [line for _, line in kvprism.take_log_lines()]
+        assert sum("the store does not answer" in line for line in lines) == 1, lines
+        assert sum("the store answers again" in line for line in lines) == 1, lines
         engine.close()
+
+
+def test_a_master_that_is_slow_is_not_a_dead_one() -> None:
+    """Steps go on, a lookup is late, and everything goes on with the same clients."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        engine = Engine(mooncake, scheduler={"lookup_timeout_seconds": 0.2})
+        assert engine.stored(prompt(1)) == 3
+        with pause_master(mooncake):
+            for number in (1, 2):
+                request, tokens = engine.request(), prompt(number)
+                begin = time.monotonic()
+                while (
+                    offered := engine.scheduler.lookup(request, len(tokens), hashes(tokens))
+                ) is None:
+                    assert time.monotonic() - begin < BOUND_SECONDS
+                    engine.scheduler.end_step()
+                assert offered == 0, "late, or at once behind one that is late"
+                engine.scheduler.finished(request)
+            assert engine.scheduler.counters()["lookups_late"] == 1
+        begin = time.monotonic()
+        while not engine.loads_right(prompt(1)):
+            assert time.monotonic() - begin < BOUND_SECONDS
+        for store in (engine.store, engine.index):
+            assert store.counters()["replacements"] == 0
+        assert engine.holds_nothing()
+        engine.close()
+
+
+def test_a_spawned_child_has_a_store_of_its_own(children: Children) -> None:
+    """R71: what multiprocessing starts shares nothing; a fork that never touches us is harmless."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        assert children.start("spawn_and_fork", mooncake).ends_well() == "right"

@@ -28,12 +28,19 @@ def purged(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.mooncake
-def test_the_neighbours_objects_stay() -> None:
+@pytest.mark.parametrize("keys", ["kvprism", "vllm"])
+def test_the_neighbours_objects_stay(keys: str) -> None:
+    """Those of another model, and those of the same model in another namespace."""
     flags = {"default_kv_lease_ttl": LEASE_MS}
     with LocalMooncake(storage_bytes=64 << 20, master_flags=flags) as mooncake:
-        mine = Engine(mooncake, scheduler=SETTLE)
-        neighbour = Engine(mooncake, model="another", scheduler=SETTLE)
-        for engine in (mine, neighbour):
+        config = {"key_schema": keys, "namespace": "ours"}
+        mine = Engine(mooncake, scheduler=SETTLE, config=config)
+        neighbours = [
+            Engine(mooncake, model="another", scheduler=SETTLE, config=config),
+            # Ours is the beginning of its name.
+            Engine(mooncake, scheduler=SETTLE, config=config | {"namespace": "ours2"}),
+        ]
+        for engine in (mine, *neighbours):
             assert engine.stored(prompt(1)) == 3
             assert engine.stored(prompt(2)) == 3
             # What is read has a lease: the first pass leaves it.
@@ -43,13 +50,14 @@ def test_the_neighbours_objects_stay() -> None:
         assert status["passes"] >= 2
         assert mine.loaded(prompt(1)) is None
         assert mine.loaded(prompt(2)) is None
-        assert neighbour.loads_right(prompt(1))
-        assert neighbour.loads_right(prompt(2))
+        for neighbour in neighbours:
+            assert neighbour.loads_right(prompt(1))
+            assert neighbour.loads_right(prompt(2))
+            neighbour.close()
         assert mine.stored(prompt(1)) == 3, "although the same prefix was saved lately"
         assert mine.loads_right(prompt(1))
         assert mine.holds_nothing()
         mine.close()
-        neighbour.close()
 
 
 @pytest.mark.mooncake

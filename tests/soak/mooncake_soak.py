@@ -39,6 +39,20 @@ FAULTS = {
 }
 
 
+FAILURES = (
+    "fail_call",
+    "fail_items",
+    "truncate",
+    "corrupt",
+    "lease_lost",
+    "vanished",
+    "no_space",
+    "lookup_failed",
+)
+# 5 % of the requests are aborted; of the operations 2 % fail and 1 % are late.
+RATES = {"aborts": (0.035, 0.065), "failures": (0.01, 0.03), "time_outs": (0.005, 0.02)}
+
+
 def config() -> kvprism.CacheConfig:
     """A hybrid cache: attention, a window, a state, and a ring that must not be stored."""
     shape = {"num_kv_heads": 2, "head_size": 32, "dtype": "float16"}
@@ -160,17 +174,49 @@ def run(requests: int, pool_mib: int, seed: int, budget_seconds: float) -> dict[
             "faults": store.faults(),
             "client": mooncake.counters(),
             "remembered": scheduler.tracked(),
+            "scheduler": {
+                name: value
+                for name, value in scheduler.counters().items()
+                if isinstance(value, int)
+            },
+            "ledger": scheduler.counters()["ledger"],
+            "jobs_alive": worker.counters()["jobs_alive"],
             "resident_after_a_fifth": settled,
             "resident_at_the_end": resident_bytes(),
         }
+        totals["rates"] = rates(totals)
         totals["unquiet_at_close"] = engine.close(30)
     totals["seconds"] = round(time.monotonic() - begin, 1)
     return totals
 
 
+def rates(totals: dict[str, Any]) -> dict[str, float]:
+    """Aborts of requests, failures and time-outs of operations."""
+    faults, client = totals["faults"], totals["client"]
+    calls = client["put_calls"] + client["get_calls"] + client["exists_calls"]
+    kept_back = faults["fail_call"] + faults["no_space"] + faults["lookup_failed"]
+    late = faults["delay"] + faults["lookup_late"]
+    return {
+        "aborts": totals["aborted"] / totals["requests"],
+        "failures": sum(faults[kind] for kind in FAILURES) / (calls + kept_back),
+        "time_outs": late / (calls + kept_back),
+    }
+
+
 def problems(totals: dict[str, Any]) -> list[str]:
     """What did not hold."""
     found = []
+    for name, (least, most) in RATES.items():
+        if not least <= totals["rates"][name] <= most:
+            found.append(f"{name} are {totals['rates'][name]:.4f}, not {least} to {most}")
+    left = {
+        "jobs_alive": totals["jobs_alive"],
+        "unquiet_now": totals["client"]["unquiet_now"],
+        "retired_now": totals["client"]["retired_now"],
+        "blocks_held": totals["ledger"]["blocks_held"],
+        "blocks_in_quarantine": totals["ledger"]["blocks_in_quarantine"],
+    }
+    found += [f"{name} is {value} at the end" for name, value in left.items() if value]
     if totals["bytes_mismatched"]:
         found.append(f"{totals['bytes_mismatched']} loaded bytes were wrong")
     if not totals["bytes_verified"]:

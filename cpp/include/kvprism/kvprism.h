@@ -472,6 +472,11 @@ KVPRISM_API kvprism_status kvprism_scheduler_end_step(kvprism_scheduler* schedul
 KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler,
                                                     const void* report, size_t length,
                                                     int64_t now_ns, kvprism_error** error);
+/* The process of that worker has ended, and its memory is gone with it: of all jobs planned so far
+   it counts as failed and quiet. Never for a process that may live; a worker that takes its place
+   must get no plan of before. */
+KVPRISM_API kvprism_status kvprism_scheduler_rank_gone(kvprism_scheduler* scheduler, uint32_t rank,
+                                                       int64_t now_ns, kvprism_error** error);
 /* One end a call; `found` is false when there is none. */
 KVPRISM_API kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler,
                                                            kvprism_load_end* end, bool* found,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backend/blocking_core.h"
+#include "kvprism/backend/clock.h"
 #include "kvprism/base/log.h"
 
 namespace kvprism {
@@ -24,7 +25,9 @@ void BlockingStore::Core::watch() {
     for (std::size_t kind = 0; kind < kKinds; ++kind) {
       expire(static_cast<Kind>(kind), now, next);
     }
+    // What is given up is replaced in the same turn.
     watch_calls(now, next);
+    consider_probe(now, next);
     reap();
     consider_attempt(now, next);
     care_wake = next;
@@ -55,8 +58,13 @@ void BlockingStore::Core::watch_calls(TimePoint now, TimePoint& next) {
       ++counters.late_calls;
       if (call->generation == current) {
         // Behind it, operations would only wait for their own deadlines.
-        log(LogLevel::kWarning, std::string("a call of ") + kLaneNames[call->kind] +
-                                    " is late: until it returns, new ones end at once");
+        if (const auto held_back = late_lines[call->kind].pass(monotonic_now())) {
+          late_told[call->kind] = true;
+          log(LogLevel::kWarning,
+              with_held_back(std::string("a call of ") + kLaneNames[call->kind] +
+                                 " is late: until it returns, new ones end at once",
+                             *held_back));
+        }
         end_queue(call->kind, ItemStatus::kUnavailable);
       }
     }
@@ -67,21 +75,19 @@ void BlockingStore::Core::watch_calls(TimePoint now, TimePoint& next) {
       continue;
     }
     ++counters.stuck_calls;
-    log(LogLevel::kWarning, std::string("a store client is replaced: a call of ") +
-                                kLaneNames[call->kind] + " does not return");
     abandon(*call, ItemStatus::kTimedOut);
   }
 }
 
 bool BlockingStore::Core::can_reap() const {
   return (maker != nullptr && maker->done) ||
-         std::any_of(graves.begin(), graves.end(), [](const Worker& grave) { return grave.done; });
+         std::any_of(helpers.begin(), helpers.end(), [](const Worker& one) { return one.done; });
 }
 
 void BlockingStore::Core::reap() {
   if (maker != nullptr && maker->done) maker.reset();
-  for (auto grave = graves.begin(); grave != graves.end();) {
-    grave = grave->done ? graves.erase(grave) : std::next(grave);
+  for (auto helper = helpers.begin(); helper != helpers.end();) {
+    helper = helper->done ? helpers.erase(helper) : std::next(helper);
   }
 }
 
@@ -99,6 +105,32 @@ void BlockingStore::Core::consider_attempt(TimePoint now, TimePoint& next) {
     maker.reset();
     next_attempt = now + to_chrono(options.max_retry);
     next = std::min(next, next_attempt);
+  }
+}
+
+void BlockingStore::Core::consider_probe(TimePoint now, TimePoint& next) {
+  if (probed != nullptr) {
+    const TimePoint limit = probe_at + to_chrono(options.stuck_after);
+    if (limit > now) {
+      next = std::min(next, limit);
+      return;
+    }
+    ++counters.stuck_calls;
+    retire(std::shared_ptr<Generation>(probed), "a question does not return");
+    return;
+  }
+  if (!silent || probe_due) return;
+  if (probe_at > now) {
+    next = std::min(next, probe_at);
+    return;
+  }
+  try {
+    ensure_lane(current, kLook);
+    probe_due = true;
+    lane_wakes[kLook].notify_all();
+  } catch (const std::exception&) {
+    probe_at = now + to_chrono(options.probe_interval);
+    next = std::min(next, probe_at);
   }
 }
 

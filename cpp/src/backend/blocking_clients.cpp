@@ -26,12 +26,17 @@ std::string message_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation) {
+void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
+                                 const std::string& why) {
   if (generation->retired) return;
+  if (!why.empty()) log(LogLevel::kWarning, "a store client is replaced: " + why);
   generation->retired = true;
   ++counters.retired_now;
   if (current == generation) {
     current = nullptr;
+    silent = false;
+    probe_due = false;
+    probed = nullptr;
     for (std::size_t kind = 0; kind < kKinds; ++kind) {
       end_queue(static_cast<Kind>(kind), ItemStatus::kUnavailable);
     }
@@ -43,7 +48,7 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation) 
   }
   for (std::condition_variable& wake : lane_wakes) wake.notify_all();
   wake_care();
-  Worker& grave = graves.emplace_back();
+  Worker& grave = helpers.emplace_back();
   try {
     grave.thread = start_thread("kvp-grave", [core = shared_from_this(), generation, &grave] {
       core->bury(generation);
@@ -55,7 +60,7 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation) 
   } catch (const std::exception& error) {
     // Without a thread the client is never torn down, so what is unquiet stays so: held, never
     // wrong.
-    graves.pop_back();
+    helpers.pop_back();
     for (Worker& lane : generation->lanes) {
       if (lane.thread.joinable()) lane.thread.detach();
     }
@@ -116,16 +121,22 @@ void BlockingStore::Core::start_maker() {
   });
 }
 
-void BlockingStore::Core::probe(BlockingClient& client) {
+CallEnd BlockingStore::Core::ask(BlockingClient& client, ItemStatus& answer) noexcept {
   ObjectBatch question;
   question.keys.append() = "kvprism-probe";
-  ItemResult answer;
-  const CallEnd end = client.exists(question, {&answer, 1});
-  const bool answered = answer.status == ItemStatus::kOk || answer.status == ItemStatus::kMissing;
-  if (end.quiet && !end.broken && answered) return;
+  ItemResult result;
+  const CallEnd end = client.exists(question, {&result, 1});
+  answer = result.status;
+  return end;
+}
+
+void BlockingStore::Core::probe(BlockingClient& client) {
+  ItemStatus answer{};
+  const CallEnd end = ask(client, answer);
+  if (end.quiet && !end.broken && answers(answer)) return;
   fail(ErrorCode::kUnavailable, kSubject,
        {"exists",
-        std::string(to_string(answer.status)),
+        std::string(to_string(answer)),
         "an answer about a key that need not be there",
         {}});
 }
@@ -138,11 +149,22 @@ void BlockingStore::Core::make_client() {
     if (generation->client == nullptr) {
       fail(ErrorCode::kUnavailable, kSubject, {"factory", "null", "a client", {}});
     }
-    const std::lock_guard registration(regions_mutex);
-    for (const Region& region : regions.regions()) generation->client->register_region(region);
-    if (!capabilities.name.empty()) probe(*generation->client);
+    Lock lock(mutex);
+    // Others give up after region_timeout.
+    begin_regions(lock, TimePoint::max());
+    try {
+      const std::vector<Region> present = regions.regions();
+      lock.unlock();
+      for (const Region& region : present) generation->client->register_region(region);
+      if (!capabilities.name.empty()) probe(*generation->client);
+      lock.lock();
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      end_regions();
+      throw;
+    }
     // Published before the next add_region can look for a client.
-    const Lock lock(mutex);
+    end_regions();
     if (!finished) {
       generation->born = Clock::now();
       if (capabilities.name.empty()) {

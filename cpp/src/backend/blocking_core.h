@@ -1,5 +1,6 @@
 // What the parts of the blocking store share. Clients are made and torn down in
-// blocking_clients.cpp, called in blocking_lanes.cpp, watched in blocking_care.cpp.
+// blocking_clients.cpp, called in blocking_lanes.cpp, watched in blocking_care.cpp, given memory in
+// blocking_regions.cpp.
 #pragma once
 
 #include <sys/types.h>
@@ -23,6 +24,7 @@
 
 #include "backend/region_table.h"
 #include "kvprism/backend/blocking_store.h"
+#include "run/rate_limit.h"
 
 namespace kvprism {
 namespace detail {
@@ -49,6 +51,10 @@ inline std::chrono::nanoseconds to_chrono(Duration duration) noexcept {
 inline TimePoint after(TimePoint now, Duration duration) noexcept {
   constexpr std::chrono::hours kFar{24 * 365};
   return now + std::min<std::chrono::nanoseconds>(to_chrono(duration), kFar);
+}
+
+constexpr bool answers(ItemStatus status) noexcept {
+  return status == ItemStatus::kOk || status == ItemStatus::kMissing;
 }
 
 // A thread that says when it is about to end, so that only finished ones are joined.
@@ -111,11 +117,9 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   const pid_t pid;
   StoreCapabilities capabilities{};
 
-  // Held for the length of native registrations, and before `mutex` where both are.
-  std::mutex regions_mutex;
-  detail::RegionTable regions;
-
   mutable std::mutex mutex;  // guards everything below
+  detail::RegionTable regions;
+  bool regions_busy = false;  // somebody registers or unregisters, without the mutex
   std::condition_variable care_wakes;
   std::array<std::condition_variable, detail::kKinds> lane_wakes;
   std::condition_variable changed;  // a completion, an end of a call, of a thread, of a client
@@ -131,12 +135,20 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   TimePoint care_wake = TimePoint::max();
   std::unique_ptr<Worker> maker;
   std::exception_ptr make_error;
-  std::string away;  // why there is no client, as logged last; empty while there is one
-  std::list<Worker> graves;
+  std::string away;           // why there is no client, as logged last; empty while there is one
+  std::list<Worker> helpers;  // each with one client to tear down or one region to change
   std::jthread care;
   std::uint32_t failures = 0;         // in a row, also of clients that died young
   std::uint32_t failed_attempts = 0;  // in a row, to make a client
   TimePoint next_attempt = TimePoint::min();
+  // The present client's service did not answer: nothing is started but one question at a time.
+  bool silent = false;
+  bool probe_due = false;                 // for the lane of lookups
+  std::shared_ptr<Generation> probed;     // whose client is being asked
+  TimePoint probe_at = TimePoint::max();  // when the next question is asked, or this one began
+  std::array<RateLimit, detail::kKinds> late_lines{RateLimit{seconds(10)}, RateLimit{seconds(10)},
+                                                   RateLimit{seconds(10)}};
+  std::array<bool, detail::kKinds> late_told{};
   std::uint64_t jitter = 0x9E3779B97F4A7C15u;
   BlockingStoreCounters counters;
 
@@ -156,15 +168,27 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // ---- clients ----
 
-  void retire(const std::shared_ptr<Generation>& generation);
+  // Logs `why` if that is news; empty: nothing is wrong with the client.
+  void retire(const std::shared_ptr<Generation>& generation, const std::string& why);
   void bury(const std::shared_ptr<Generation>& generation);
   // Doubles with every failure, and varies by a quarter so that many workers do not come back at
   // once (R51).
   std::chrono::nanoseconds pause() noexcept;
   void start_maker();
   void make_client();
+  // What the client answers to a question about a key that need not be there.
+  static CallEnd ask(BlockingClient& client, ItemStatus& answer) noexcept;
   // Throws Error when the client does not answer a question.
   static void probe(BlockingClient& client);
+
+  // ---- regions ----
+
+  // False when `end` came first. With the lock held, before and after.
+  bool begin_regions(Lock& lock, TimePoint end);
+  void end_regions();
+  // Runs the native call on a thread of its own. Null: it is done.
+  std::exception_ptr change_region(Lock& lock, std::shared_ptr<Generation> generation,
+                                   const Region& region, bool add, TimePoint end);
 
   // ---- lanes ----
 
@@ -175,6 +199,9 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // The call has returned: everything it wrote is visible to whoever takes the completion under the
   // mutex (R56).
   void finish(Running& call, CallEnd end);
+  // The service of the present client did not answer.
+  void fall_silent();
+  void ask_again(Lock& lock, const std::shared_ptr<Generation>& generation);
   // Does a late call of the present client hold the only thread for `kind`?
   bool held_up(Kind kind) const;
 
@@ -189,6 +216,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // short.
   void reap();
   void consider_attempt(TimePoint now, TimePoint& next);
+  void consider_probe(TimePoint now, TimePoint& next);
 
   // ---- calls ----
 

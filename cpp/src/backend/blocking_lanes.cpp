@@ -28,8 +28,14 @@ void BlockingStore::Core::serve(const std::shared_ptr<Generation>& generation, K
   Lock lock(mutex);
   auto& queue = queues[kind];
   for (;;) {
-    lane_wakes[kind].wait(lock, [&] { return generation->retired || !queue.empty(); });
+    const bool asks = kind == kLook;
+    lane_wakes[kind].wait(
+        lock, [&] { return generation->retired || !queue.empty() || (asks && probe_due); });
     if (generation->retired) return;
+    if (asks && probe_due) {
+      ask_again(lock, generation);
+      continue;
+    }
     Request request = std::move(queue.front());
     queue.pop_front();
     const TimePoint now = Clock::now();
@@ -58,7 +64,7 @@ void BlockingStore::Core::serve(const std::shared_ptr<Generation>& generation, K
 
     --generation->busy;
     running.erase(std::find(running.begin(), running.end(), call));
-    if (call->late && generation == current) {
+    if (call->late && generation == current && std::exchange(late_told[kind], false)) {
       log(LogLevel::kWarning, std::string("calls of ") + kLaneNames[kind] + " return again");
     }
     finish(*call, end);
@@ -126,10 +132,49 @@ void BlockingStore::Core::finish(Running& call, CallEnd end) {
   }
   publish(call.kind, std::move(completion));
   if (!end.quiet || end.broken) {
-    log(LogLevel::kWarning, std::string("a store client is replaced: a call of ") +
-                                kLaneNames[call.kind] + " came back " +
+    retire(call.generation, std::string("a call of ") + kLaneNames[call.kind] + " came back " +
                                 (end.quiet ? "broken" : "without being quiet"));
-    retire(call.generation);
+  } else if (end.unreachable && call.generation == current) {
+    fall_silent();
+  }
+}
+
+void BlockingStore::Core::fall_silent() {
+  if (silent) return;
+  log(LogLevel::kWarning, "the store does not answer: until it does, operations end at once");
+  silent = true;
+  for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    end_queue(static_cast<Kind>(kind), ItemStatus::kUnavailable);
+  }
+  probe_at = Clock::now() + to_chrono(options.probe_interval);
+  wake_care();
+}
+
+// A replaced client has been asked by its maker; this one may just have lost its service for a
+// while.
+void BlockingStore::Core::ask_again(Lock& lock, const std::shared_ptr<Generation>& generation) {
+  probe_due = false;
+  probed = generation;
+  probe_at = Clock::now();
+  ++generation->busy;
+  ++counters.probes;
+  wake_care();
+  lock.unlock();
+  ItemStatus answer{};
+  const CallEnd end = ask(*generation->client, answer);
+  lock.lock();
+  --generation->busy;
+  changed.notify_all();
+  if (probed == generation) probed = nullptr;
+  if (generation != current) return;
+  if (end.broken || !end.quiet) {
+    retire(generation, "a question came back broken");
+  } else if (answers(answer)) {
+    silent = false;
+    log(LogLevel::kWarning, "the store answers again");
+  } else {
+    probe_at = Clock::now() + to_chrono(options.probe_interval);
+    wake_care();
   }
 }
 

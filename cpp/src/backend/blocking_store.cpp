@@ -52,7 +52,10 @@ void BlockingStore::Core::abandon(Running& call, ItemStatus status) {
   completion.items = all(*call.batch, status);
   mark_unquiet(call.kind, call.op);
   publish(call.kind, std::move(completion));
-  retire(call.generation);
+  retire(call.generation,
+         status == ItemStatus::kTimedOut
+             ? std::string("a call of ") + kLaneNames[call.kind] + " does not return"
+             : std::string());
 }
 
 bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>& batch,
@@ -61,7 +64,7 @@ bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>
   if (in_child() || batch == nullptr) return false;
   const Lock lock(mutex);
   if (closed[side_of(kind)] || finished) return false;
-  if (current == nullptr || held_up(kind)) {
+  if (current == nullptr || silent || held_up(kind)) {
     ++counters.circuit_open;
     end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
     return true;
@@ -110,7 +113,7 @@ bool BlockingStore::Core::idle(Side side) const {
 
 void BlockingStore::Core::finish_clients() {
   finished = true;
-  if (current != nullptr) retire(std::shared_ptr<Generation>(current));
+  if (current != nullptr) retire(std::shared_ptr<Generation>(current), {});
   wake_care();
 }
 
@@ -143,8 +146,8 @@ void BlockingStore::Core::leave(TimePoint end) {
     finish_clients();
     const auto all_done = [&] {
       return (maker == nullptr || maker->done) &&
-             std::all_of(graves.begin(), graves.end(),
-                         [](const Worker& grave) { return grave.done; });
+             std::all_of(helpers.begin(), helpers.end(),
+                         [](const Worker& helper) { return helper.done; });
     };
     changed.wait_until(lock, end, all_done);
     stop_care = true;
@@ -159,11 +162,11 @@ void BlockingStore::Core::leave(TimePoint end) {
       joinable.push_back(std::move(maker->thread));
     }
   }
-  for (Worker& grave : graves) {
-    if (grave.done) {
-      joinable.push_back(std::move(grave.thread));
+  for (Worker& helper : helpers) {
+    if (helper.done) {
+      joinable.push_back(std::move(helper.thread));
     } else {
-      grave.thread.detach();
+      helper.thread.detach();
     }
   }
 }
@@ -175,6 +178,8 @@ std::vector<Problem> validate_blocking_store_options(const BlockingStoreOptions&
   };
   positive(options.stuck_after, "stuck_after");
   positive(options.setup_timeout, "setup_timeout");
+  positive(options.region_timeout, "region_timeout");
+  positive(options.probe_interval, "probe_interval");
   positive(options.first_retry, "first_retry");
   positive(options.max_retry, "max_retry");
   if (options.queue_limit == 0) problems.add("queue_limit", "0", "at least 1");
@@ -234,66 +239,6 @@ BlockingStore::~BlockingStore() {
 
 StoreCapabilities BlockingStore::capabilities() const { return core_->capabilities; }
 
-void BlockingStore::add_region(const Region& region) {
-  const auto refuse = [&](ErrorCode code, std::string expected) {
-    fail(code, kSubject,
-         {"region", std::to_string(region.length) + " bytes", std::move(expected), {}});
-  };
-  Core& core = *core_;
-  if (core.in_child()) refuse(ErrorCode::kClosed, "the process that made the store");
-  if (region.base == nullptr || region.length == 0) {
-    refuse(ErrorCode::kInvalidArgument, "an address and a positive length");
-  }
-  const std::lock_guard registration(core.regions_mutex);
-  switch (core.regions.fit(region)) {
-    case detail::RegionTable::Fit::kEqual:
-      return;
-    case detail::RegionTable::Fit::kOverlap:
-      refuse(ErrorCode::kInvalidArgument, "no overlap with another region");
-      break;
-    case detail::RegionTable::Fit::kNew:
-      break;
-  }
-  std::shared_ptr<Core::Generation> generation;
-  {
-    const Lock lock(core.mutex);
-    generation = core.current;
-    if (generation != nullptr) ++generation->busy;
-  }
-  if (generation == nullptr) refuse(ErrorCode::kUnavailable, "a usable client");
-  const auto release = [&] {
-    const Lock lock(core.mutex);
-    --generation->busy;
-    core.changed.notify_all();
-  };
-  try {
-    generation->client->register_region(region);
-    core.regions.insert(region);
-  } catch (...) {
-    release();
-    throw;
-  }
-  release();
-}
-
-void BlockingStore::remove_region(const Region& region) {
-  Core& core = *core_;
-  if (core.in_child()) return;
-  const std::lock_guard registration(core.regions_mutex);
-  if (!core.regions.erase(region)) return;
-  std::shared_ptr<Core::Generation> generation;
-  {
-    const Lock lock(core.mutex);
-    generation = core.current;
-    if (generation == nullptr) return;
-    ++generation->busy;
-  }
-  generation->client->unregister_region(region);
-  const Lock lock(core.mutex);
-  --generation->busy;
-  core.changed.notify_all();
-}
-
 bool BlockingStore::start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                               Instant deadline) {
   return core_->start(kPut, op, batch, now, deadline);
@@ -340,7 +285,7 @@ BlockingStoreCounters BlockingStore::counters() const {
   if (core_->in_child()) return {};
   const Lock lock(core_->mutex);
   BlockingStoreCounters counters = core_->counters;
-  counters.usable = core_->current != nullptr;
+  counters.usable = core_->current != nullptr && !core_->silent;
   return counters;
 }
 

@@ -17,6 +17,7 @@
 
 #include "kvprism/base/host_port.h"
 #include "kvprism/base/log.h"
+#include "limited_log.h"
 #include "mooncake/elf.h"
 #include "mooncake/library.h"
 #include "mooncake/probe.h"
@@ -83,12 +84,13 @@ class NameNewThreads {
 // our threads.
 template <class Native>
 auto guarded(const char* what, Native&& native) noexcept -> decltype(native()) {
+  static detail::LimitedLog lines;
   try {
     return native();
   } catch (const std::exception& error) {
-    log(LogLevel::kError, std::string("Mooncake threw in ") + what + ": " + error.what());
+    lines(LogLevel::kError, std::string("Mooncake threw in ") + what + ": " + error.what());
   } catch (...) {
-    log(LogLevel::kError, std::string("Mooncake threw in ") + what);
+    lines(LogLevel::kError, std::string("Mooncake threw in ") + what);
   }
   return {};
 }
@@ -186,7 +188,7 @@ class MooncakeClient final : public BlockingClient {
 
   CallEnd exists(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
     CallEnd end;
-    if (refuse_all(batch, results)) return end;
+    if (refuse_all(batch, results, end)) return end;
     const auto fill = [&](const mooncake::Strings& keys, std::span<const std::uint32_t> items) {
       const std::vector<int> codes = guarded(
           "batchIsExist", [&] { return native_functions_.batch_is_exist(native_.get(), keys); });
@@ -222,7 +224,7 @@ class MooncakeClient final : public BlockingClient {
   CallEnd remove(const ObjectBatch& batch, const Removal& removal,
                  std::span<ItemResult> results) noexcept override {
     CallEnd end;
-    if (refuse_all(batch, results)) return end;
+    if (refuse_all(batch, results, end)) return end;
     return contained("remove", results, end, [&] {
       for (std::size_t i = 0; i < results.size(); ++i) {
         const std::string& key = batch.keys[i];
@@ -354,7 +356,7 @@ class MooncakeClient final : public BlockingClient {
   bool in_child() const noexcept { return ::getpid() != pid_; }
 
   // Fills all results and returns true when no native call may or need be made.
-  bool refuse_all(const ObjectBatch& batch, std::span<ItemResult> results) noexcept {
+  bool refuse_all(const ObjectBatch& batch, std::span<ItemResult> results, CallEnd& end) noexcept {
     if (batch.keys.empty()) return true;
     bool refuse = native_ == nullptr || in_child();
     // While the master is known to be silent, a cheap connection attempt spares the 4.4 s that each
@@ -365,6 +367,7 @@ class MooncakeClient final : public BlockingClient {
             .empty();
       });
       if (!refuse) master_silent_.store(false, std::memory_order_relaxed);
+      end.unreachable = refuse;
     }
     if (refuse) std::fill(results.begin(), results.end(), ItemResult{ItemStatus::kUnavailable, 0});
     return refuse;
@@ -374,6 +377,7 @@ class MooncakeClient final : public BlockingClient {
     if (detail::mooncake_client_is_lost(code)) end.broken = true;
     if (detail::mooncake_master_is_silent(code)) {
       master_silent_.store(true, std::memory_order_relaxed);
+      end.unreachable = true;
     }
   }
 
@@ -385,7 +389,8 @@ class MooncakeClient final : public BlockingClient {
     try {
       body();
     } catch (...) {
-      log(LogLevel::kError, std::string("no memory in ") + what);
+      static detail::LimitedLog lines;
+      lines(LogLevel::kError, std::string("no memory in ") + what);
       std::fill(results.begin(), results.end(), ItemResult{ItemStatus::kFailed, 0});
       end.quiet = false;
     }
@@ -412,7 +417,7 @@ class MooncakeClient final : public BlockingClient {
   CallEnd transfer(MooncakeCall call, const ObjectBatch& batch,
                    std::span<ItemResult> results) noexcept {
     CallEnd end;
-    if (refuse_all(batch, results)) return end;
+    if (refuse_all(batch, results, end)) return end;
     return contained("transfer", results, end, [&] {
       thread_local Arguments arguments;
       thread_local std::vector<Segment> cut;

@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "backend/bounded_wait.h"
+#include "backend/limited_log.h"
 #include "backend/native_thread.h"
 #include "kvprism/backend/clock.h"
 #include "kvprism/backend/wake_signal.h"
-#include "kvprism/base/log.h"
 #include "store/side_in_use.h"
 
 namespace kvprism {
@@ -39,6 +39,8 @@ struct PumpThread::State {
   std::mutex mutex;
   std::condition_variable changed;  // moves or ended
   std::uint64_t moves = 0;
+  std::uint64_t errors = 0;
+  detail::LimitedLog lines;
   bool stopping = false;
   Duration budget;
   bool ended = false;
@@ -56,16 +58,37 @@ struct PumpThread::State {
     return stopping;
   }
 
+  // Must not throw out of the thread: that would end the process.
+  template <class Step>
+  bool guarded(const char* what, Step&& step) noexcept {
+    try {
+      return step();
+    } catch (const std::exception& error) {
+      failed(what, error.what());
+    } catch (...) {
+      failed(what, "unknown exception");
+    }
+    return false;
+  }
+  void failed(const char* what, const char* why) noexcept {
+    {
+      const std::lock_guard lock(mutex);
+      ++errors;
+    }
+    try {
+      lines(LogLevel::kError, std::string(what) + ": " + why);
+    } catch (...) {
+      // No memory for a line either; it is counted.
+      return;
+    }
+  }
+
   void run() {
     while (!must_stop()) {
-      try {
-        if (worker->pump(monotonic_now())) {
-          count_move();
-          continue;
-        }
-      } catch (const std::exception& error) {
-        log(LogLevel::kError, std::string("the store worker is closed: ") + error.what());
-        break;
+      if (guarded("the store worker goes on after an error",
+                  [&] { return worker->pump(monotonic_now()); })) {
+        count_move();
+        continue;
       }
       const bool busy = worker->counters().jobs_alive != 0;
       signal.wait(busy ? options.busy_interval : options.idle_interval);
@@ -75,7 +98,14 @@ struct PumpThread::State {
       const std::lock_guard lock(mutex);
       allowed = budget;
     }
-    CloseReport closed = worker->close(monotonic_now(), allowed);
+    CloseReport closed;
+    // What could not be closed may go on: its memory must stay.
+    if (!guarded("a store worker was not closed", [&] {
+          closed = worker->close(monotonic_now(), allowed);
+          return true;
+        })) {
+      closed.unquiet = std::max<std::size_t>(1, worker->counters().jobs_alive);
+    }
     {
       const std::lock_guard lock(mutex);
       report = std::move(closed);
@@ -119,6 +149,11 @@ void PumpThread::notify() noexcept { state_->signal.notify(); }
 std::uint64_t PumpThread::moves() const noexcept {
   const std::lock_guard lock(state_->mutex);
   return state_->moves;
+}
+
+std::uint64_t PumpThread::errors() const noexcept {
+  const std::lock_guard lock(state_->mutex);
+  return state_->errors;
 }
 
 bool PumpThread::wait_moved(std::uint64_t seen, Duration longest) const {

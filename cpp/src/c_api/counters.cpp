@@ -71,6 +71,7 @@ kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
     visitor(context, "ledger.late_notices", l.late_notices);
     visitor(context, "ledger.duplicate_notices", l.duplicate_notices);
     visitor(context, "ledger.unknown_notices", l.unknown_notices);
+    visitor(context, "ledger.asked", l.asked);
     visitor(context, "ledger.alive", l.alive);
     visitor(context, "ledger.blocks_held", l.blocks_held);
     visitor(context, "ledger.blocks_in_quarantine", l.blocks_in_quarantine);
@@ -90,6 +91,7 @@ kvprism_status kvprism_worker_counters(const kvprism_worker* worker,
     visitor(context, "plans_refused", c.plans_refused);
     visitor(context, "plans_repeated", c.plans_repeated);
     visitor(context, "jobs", c.jobs);
+    visitor(context, "jobs_unknown", c.jobs_unknown);
     visitor(context, "gets", c.gets);
     visitor(context, "puts", c.puts);
     visitor(context, "segments", c.segments);

@@ -362,6 +362,16 @@ kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler, const void
   });
 }
 
+kvprism_status kvprism_scheduler_rank_gone(kvprism_scheduler* scheduler, uint32_t rank,
+                                           int64_t now_ns, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_rank_gone");
+    arguments.need(scheduler, "scheduler");
+    arguments.check();
+    scheduler->call([&](auto& s) { s.rank_gone(Rank{rank}, Instant{now_ns}); });
+  });
+}
+
 kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler, kvprism_load_end* end,
                                                bool* found, kvprism_error** error) {
   return guarded(error, [&] {

@@ -434,6 +434,15 @@ bool CheckedScheduler::report(const WorkerReport& report, Instant now) {
   return all;
 }
 
+void CheckedScheduler::rank_gone(Rank rank, Instant now) {
+  const Call call(*this, "rank_gone");
+  call.at(now);
+  if (raw(rank) >= options().ranks) {
+    call.refuse(fmt::format("rank {}", raw(rank)), fmt::format("a rank below {}", options().ranks));
+  }
+  StoreScheduler::rank_gone(rank, now);
+}
+
 void CheckedScheduler::take_load_ends(std::vector<LoadEnd>& out) {
   const Call call(*this, "take_load_ends");
   const std::size_t first = out.size();

@@ -68,6 +68,7 @@ struct JobLedger::Impl {
   std::unordered_map<std::uint64_t, Job> jobs;
   Alarms deadlines;
   Alarms quarantines;
+  Alarms questions;
   std::deque<JobId> outcomes;
   std::deque<JobId> quiets;
   std::deque<JobId> quarantined;
@@ -90,7 +91,10 @@ struct JobLedger::Impl {
                      job.failed.end());
     ++counters.outcomes;
     outcomes.push_back(id);
-    if (job.quiet_ranks != all_ranks) quarantines.push({now + options.quarantine_after, id});
+    if (job.quiet_ranks != all_ranks) {
+      quarantines.push({now + options.quarantine_after, id});
+      questions.push({now + options.ask_after, id});
+    }
     queue_quiet(id, job);
   }
 
@@ -171,6 +175,26 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
   if (newly_quiet) impl_->queue_quiet(report.job, *job);
 }
 
+void JobLedger::rank_gone(Rank rank, Instant now) {
+  if (raw(rank) >= impl_->options.ranks) {
+    ++impl_->counters.unknown_notices;
+    return;
+  }
+  const std::uint64_t bit = std::uint64_t{1} << raw(rank);
+  std::vector<JobId> left;
+  for (const auto& [id, job] : impl_->jobs) {
+    if ((job.quiet_ranks & bit) == 0) left.push_back(JobId{id});
+  }
+  std::sort(left.begin(), left.end(), [](JobId a, JobId b) { return raw(a) < raw(b); });
+  for (const JobId id : left) {
+    JobReport gone;
+    gone.job = id;
+    gone.quiet = 1;
+    if ((impl_->find(id)->outcome_ranks & bit) == 0) gone.outcome = JobOutcome::kFailed;
+    notice(rank, gone, {}, now);
+  }
+}
+
 void JobLedger::advance(Instant now) {
   while (!impl_->deadlines.empty() && impl_->deadlines.top().at <= now) {
     const JobId id = impl_->deadlines.top().job;
@@ -233,6 +257,19 @@ bool JobLedger::take_quarantined(JobEvent& out) {
   impl_->describe(id, *job, out);
   out.failed = job->failed;
   return true;
+}
+
+void JobLedger::take_unquiet(Instant now, std::size_t most, std::vector<JobId>& out) {
+  while (most != 0 && !impl_->questions.empty() && impl_->questions.top().at <= now) {
+    const JobId id = impl_->questions.top().job;
+    impl_->questions.pop();
+    const Job* const job = impl_->find(id);
+    if (job == nullptr || job->quiet_queued) continue;
+    out.push_back(id);
+    impl_->questions.push({now + impl_->options.ask_after, id});
+    ++impl_->counters.asked;
+    --most;
+  }
 }
 
 bool JobLedger::alive(JobId job) const noexcept { return impl_->jobs.contains(raw(job)); }

@@ -152,6 +152,14 @@ void JobJudge::check_allowed(const JobRecord& record) {
 
 void JobJudge::planned(const StepPlan& plan) {
   if (!plan.empty()) encode(plan.view(), last_plan_);
+  for (const JobId id : plan.asked) {
+    const auto found = jobs_.find(raw(id));
+    if (found == jobs_.end()) {
+      fail("job id", "a plan asks about job " + number(raw(id)) + ", which nobody planned");
+    } else {
+      ++found->second.asked;
+    }
+  }
   for (const JobRecord& record : plan.jobs) {
     check_allowed(record);
     Job job;

@@ -114,6 +114,7 @@ class JobJudge final : public EngineObserver {
     // By rank: told by its worker, and delivered to the scheduler.
     std::array<std::uint32_t, kMaxRanks> outcomes{};
     std::array<std::uint32_t, kMaxRanks> quiets{};
+    std::uint32_t asked = 0;  // plans that asked about it: each may be answered
     std::array<bool, kMaxRanks> outcome_delivered{};
     std::array<bool, kMaxRanks> quiet_delivered{};
     std::vector<Piece> pieces;

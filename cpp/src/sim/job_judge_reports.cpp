@@ -30,10 +30,16 @@ bool JobJudge::hold_report(const WorkerReport& report) {
     }
     std::uint32_t& outcomes = found->second.outcomes[raw(report.rank)];
     std::uint32_t& quiets = found->second.quiets[raw(report.rank)];
+    // A worker answers for a job that it has forgotten, never for one that moves.
+    const bool over = outcomes != 0 && quiets != 0;
+    const bool answer = over && entry.outcome == JobOutcome::kFailed && entry.quiet != 0 &&
+                        outcomes <= found->second.asked;
     if (entry.outcome != JobOutcome::kNone) ++outcomes;
     if (entry.quiet != 0) ++quiets;
-    if (outcomes > 1) fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
-    if (quiets > 1) fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
+    if (outcomes > 1 && !answer)
+      fail("outcome", "job " + number(raw(entry.job)) + " has a second outcome");
+    if (quiets > 1 && !answer)
+      fail("quiet", "job " + number(raw(entry.job)) + " is quiet a second time");
     if (quiets > outcomes)
       fail("quiet", "job " + number(raw(entry.job)) + " is quiet before its outcome");
     if (trace_ != nullptr) {
@@ -328,9 +334,9 @@ std::string JobJudge::check_references() {
 std::string JobJudge::check_ended() const {
   for (const auto& [id, job] : jobs_) {
     for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) {
-      if (job.outcomes[rank] != 1)
+      if (job.outcomes[rank] == 0)
         return "job " + number(id) + " never had an outcome on rank " + number(rank);
-      if (job.quiets[rank] != 1)
+      if (job.quiets[rank] == 0)
         return "job " + number(id) + " never became quiet on rank " + number(rank);
     }
   }
@@ -349,9 +355,9 @@ std::string JobJudge::check_ended() const {
 
 std::string JobJudge::check_closed(std::uint32_t rank, std::size_t unquiet) const {
   for (const auto& [id, job] : jobs_) {
-    if (job.outcomes[rank] != 1)
+    if (job.outcomes[rank] == 0)
       return "job " + number(id) + " has no outcome although its worker has closed";
-    if (job.quiets[rank] != 1 && unquiet == 0) {
+    if (job.quiets[rank] == 0 && unquiet == 0) {
       return "job " + number(id) + " is not quiet although its worker has closed";
     }
   }

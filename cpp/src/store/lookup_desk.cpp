@@ -123,7 +123,7 @@ bool LookupDesk::take_removed(Removed& out) {
   return true;
 }
 
-void LookupDesk::ask(std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
+void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Instant now,
                      Instant deadline, std::vector<Answer>& answers) {
   if (questions.empty()) return;
   std::unique_ptr<ObjectBatch> batch = take_batch();

@@ -79,8 +79,8 @@ class LookupDesk {
 
   // All questions as one call. Questions of a refused call are answered at once, as failed. Chunks
   // in `avoid` count as absent. Takes their first rounds.
-  void ask(std::vector<Question>& questions, const RecentPrefixes& avoid, Instant now,
-           Instant deadline, std::vector<Answer>& answers);
+  void ask(std::vector<Question>& questions, const Avoided& avoid, Instant now, Instant deadline,
+           std::vector<Answer>& answers);
 
   // No first round from `local` to `probed` tokens has more keys.
   std::uint64_t most_keys(std::uint32_t local, std::uint32_t probed) const noexcept;

@@ -67,4 +67,16 @@ class RecentPrefixes {
   std::vector<Slot> slots_;
 };
 
+// Chunks that count as absent for a while although they may be there.
+// Ownership: none. Threads: one.
+struct Avoided {
+  const RecentPrefixes& unloadable;  // as others would find too
+  const RecentPrefixes& unreached;   // the worker had no way to the store
+
+  bool stale(Instant now) const noexcept { return unloadable.stale(now) && unreached.stale(now); }
+  bool contains(std::uint64_t tag, Instant now) const noexcept {
+    return unloadable.contains(tag, now) || unreached.contains(tag, now);
+  }
+};
+
 }  // namespace kvprism::detail

@@ -24,10 +24,11 @@ using detail::RunStart;
 constexpr std::string_view kSubject = "recording";
 constexpr std::int64_t kFarthest = std::int64_t{1} << 61;  // a sum with a bound must not overflow
 
-constexpr std::array<std::string_view, 18> kCallNames{
+constexpr std::array<std::string_view, 19> kCallNames{
     "?",          "set_mode", "restrict",       "lookup",        "allocated",     "advanced",
     "wants_save", "save",     "boundary",       "preempted",     "finished",      "purge",
-    "end_step",   "report",   "take_load_ends", "take_acquired", "take_released", "prompt"};
+    "end_step",   "report",   "take_load_ends", "take_acquired", "take_released", "prompt",
+    "rank_gone"};
 
 [[noreturn]] void refuse(std::string path, std::string value, std::string expected) {
   fail(ErrorCode::kInvalidArgument, kSubject,
@@ -310,6 +311,9 @@ struct Replay {
         s.report(reader.rest(), now);
         return {};
       }
+      case RunCall::kRankGone:
+        s.rank_gone(Rank{reader.take<std::uint32_t>()}, now);
+        return {};
       case RunCall::kPrompt: {
         const RequestId id = request();
         s.prompt(id, reader.take<std::uint32_t>());
@@ -331,7 +335,7 @@ struct Replay {
         }
         return detail::hash_words(std::as_bytes(std::span(ids)));
     }
-    refuse("call", std::to_string(static_cast<std::uint32_t>(what)), "1 to 17");
+    refuse("call", std::to_string(static_cast<std::uint32_t>(what)), "1 to 18");
   }
 };
 

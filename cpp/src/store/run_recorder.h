@@ -46,6 +46,7 @@ enum class RunCall : std::uint32_t {
   kTakeAcquired,
   kTakeReleased,
   kPrompt,
+  kRankGone,
 };
 
 constexpr std::uint32_t kRunMagic = 0x5250564b;  // "KVPR"

@@ -16,6 +16,7 @@
 #include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
 #include "kvprism/store/store_scheduler.h"
+#include "run/rate_limit.h"
 #include "store/lookup_desk.h"
 #include "store/plan_builder.h"
 #include "store/recent_prefixes.h"
@@ -149,10 +150,12 @@ struct StoreScheduler::Impl {
              recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
                       : std::move(index),
              wanted.epoch * 0x9e3779b97f4a7c15),
-        ledger({wanted.ranks, wanted.quarantine_after}),
+        // Twice or more before the blocks go to quarantine.
+        ledger({wanted.ranks, wanted.quarantine_after, {wanted.quarantine_after.ns / 4 + 1}}),
         builder(plan),
         saved_prefixes(wanted.saved_fresh_for, 1 << 16),
-        unloadable(wanted.avoid_failed_for, 1 << 12) {
+        unloadable(wanted.avoid_failed_for, 1 << 12),
+        unreached(wanted.avoid_failed_for, 1 << 12) {
     for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
       save_rules.push_back(schema->projection().group(group).traits.save);
       has_drafts |= groups[raw(group)].draft;
@@ -179,10 +182,12 @@ struct StoreScheduler::Impl {
   std::uint32_t hash_width = 0;
   detail::LookupDesk desk;
   JobLedger ledger;
+  RateLimit quarantine_lines{seconds(60)};  // a storage process that hangs holds many jobs
   StepPlan plan;
   detail::PlanBuilder builder;
   detail::RecentPrefixes saved_prefixes;
   detail::RecentPrefixes unloadable;  // chunks of groups
+  detail::RecentPrefixes unreached;   // the same, where the store or the worker did not answer
   bool plan_taken = false;
   std::uint64_t step = 0;
   Instant last_step_at;  // for events of calls that are not told the time

@@ -118,22 +118,33 @@ bool StoreScheduler::Impl::is_gone(const Load& load, const FailedChunk& chunk) {
   return status == ItemStatus::kMissing || status == ItemStatus::kChecksumMismatch;
 }
 
-// A load that fails may fail for all who ask: a damaged object is never replaced by a put, and what
-// lay on a dead node is listed until the master notices.
+// A load that fails may fail for all who ask: a damaged object is never replaced by a put, what lay
+// on a dead node is listed until the master notices, and a worker may be cut off from a store that
+// still answers lookups (R41).
 void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent& end, Instant now) {
   const Request* const request = load.left ? load.left.get() : find(load.request, load.generation);
-  if (request == nullptr || end.whole) return;
+  if (request == nullptr) return;
+  const auto remember = [&](detail::RecentPrefixes& in, StoreIndex group, std::uint32_t chunk) {
+    const std::uint32_t tokens = mark_of(group, chunk, load.hit, load.tails);
+    if (tokens / hash_tokens > hash_count(*request)) return;
+    const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
+    in.add(detail::RecentPrefixes::tag_of(hash, group), now);
+  };
+  if (end.whole) {
+    for (const RunRecord& run : load.runs) {
+      for (std::uint32_t i = 0; i < run.count; ++i) {
+        remember(unreached, run.group, run.first_chunk + i);
+      }
+    }
+    return;
+  }
   remove_mismatched(*request, load, now);
   for (const FailedChunk& chunk : end.failed) {
     const ItemStatus status = finding(load, chunk);
-    if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady ||
-        status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled) {
-      continue;  // the next lookup sees that by itself
-    }
-    const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
-    if (tokens / hash_tokens > hash_count(*request)) continue;
-    const auto hash = hashes_of(*request)[tokens / hash_tokens - 1];
-    unloadable.add(detail::RecentPrefixes::tag_of(hash, chunk.group), now);
+    // The next lookup sees by itself what is not there.
+    if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) continue;
+    const bool cut_off = status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled;
+    remember(cut_off ? unreached : unloadable, chunk.group, chunk.chunk);
   }
 }
 

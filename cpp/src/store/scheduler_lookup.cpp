@@ -69,7 +69,7 @@ void StoreScheduler::Impl::ask_again(Instant now) {
       questions.push_back({open[next].request, lookup.serial, lookup.asked_local, lookup.probed,
                            lookup.max, hashes_of(request), std::move(open[next].first_round)});
     }
-    desk.ask(questions, unloadable, now, now + options.lookup_timeout, answers);
+    desk.ask(questions, {unloadable, unreached}, now, now + options.lookup_timeout, answers);
   }
   // Of calls that were refused.
   if (!answers.empty()) take_answers(now);
@@ -97,7 +97,7 @@ void StoreScheduler::Impl::send_questions(Instant now) {
         {id, lookup.serial, lookup.asked_local, lookup.probed, lookup.max, hashes_of(*request)});
   }
   queued.erase(queued.begin(), queued.begin() + static_cast<std::ptrdiff_t>(taken));
-  desk.ask(questions, unloadable, now, now + options.lookup_timeout, answers);
+  desk.ask(questions, {unloadable, unreached}, now, now + options.lookup_timeout, answers);
   take_answers(now);
 }
 

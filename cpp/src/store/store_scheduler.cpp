@@ -17,6 +17,7 @@ using detail::Request;
 using detail::RunCall;
 using detail::RunWriter;
 
+constexpr std::size_t kMostAsked = 64;                   // jobs in a plan
 constexpr Duration kLongest{1'000'000'000'000'000'000};  // a sum with a time must not overflow
 
 void check_options(const StoreSchedulerOptions& options, const KeySchema* schema,
@@ -160,11 +161,15 @@ void StoreScheduler::Impl::settle(Instant now) {
     flight.add(now, FlightKind::kQuarantine, raw(event.request), raw(event.job),
                ledger.blocks_held());
     incident("blocks went to quarantine", now);
-    log(LogLevel::kWarning,
-        fmt::format("job {} of request {} is not quiet after {} s: its blocks are held until the "
-                    "client that moves them is gone",
-                    raw(event.job), raw(event.request),
-                    options.quarantine_after.ns / 1'000'000'000));
+    if (const auto held_back = quarantine_lines.pass(now)) {
+      log(LogLevel::kWarning,
+          with_held_back(
+              fmt::format("job {} of request {} is not quiet after {} s: its blocks are held until "
+                          "the client that moves them is gone",
+                          raw(event.job), raw(event.request),
+                          options.quarantine_after.ns / 1'000'000'000),
+              *held_back));
+    }
     const auto load = loads.find(raw(event.job));
     if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported)
       end_load(event.job, load->second, event, false, now);
@@ -305,6 +310,7 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.advance_purge(now);
   s.begin_plan();
   s.plan_offers(now);
+  s.ledger.take_unquiet(now, kMostAsked, s.plan.asked);
   s.update_health(now);
   s.plan_taken = true;
   s.plan.step = ++s.step;
@@ -362,6 +368,13 @@ bool StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
     all &= report(impl_->incoming, now);
   }
   return all;
+}
+
+void StoreScheduler::rank_gone(Rank rank, Instant now) {
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kRankGone, now,
+                            [&](RunWriter w) { w.put(raw(rank)); });
+  impl_->ledger.rank_gone(rank, now);
+  impl_->settle(now);
 }
 
 void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {

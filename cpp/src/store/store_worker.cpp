@@ -33,6 +33,24 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
   report->failed.insert(report->failed.end(), failed.begin(), failed.end());
 }
 
+// The scheduler waits for the ends of jobs. One that this worker does not know has told them in a
+// report that was lost, or was in a plan that was lost and that comes no more, as steps only rise.
+// Of an earlier worker's jobs nothing is known here.
+void StoreWorker::Impl::answer(const StepPlanView& plan) {
+  std::uint64_t unknown = 0;
+  for (const JobId id : plan.asked) {
+    if (first_job == 0 || raw(id) < first_job) continue;
+    if (std::find(alive.begin(), alive.end(), raw(id)) != alive.end()) continue;
+    JobReport entry;
+    entry.job = id;
+    entry.outcome = JobOutcome::kFailed;
+    entry.quiet = 1;
+    tell(plan.epoch, entry, {});
+    ++unknown;
+  }
+  if (unknown != 0) count([&](StoreWorkerCounters& c) { c.jobs_unknown += unknown; });
+}
+
 // A refused plan's jobs have ended: no call was made for them.
 SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
                                        const Error& why) {
@@ -174,6 +192,7 @@ bool StoreWorker::Impl::retire() {
   std::uint64_t forgotten = 0;
   for (auto& job : jobs) {
     if (!done(job)) continue;
+    std::erase(alive, raw(job->id));
     job->ready = ReadyToken::host();  // a device's event must not outlive its use
     idle_jobs.give(std::move(job));
     ++forgotten;
@@ -291,9 +310,12 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
     std::unique_ptr<detail::Job> job = impl_->idle_jobs.take();
     impl_->copy_job(plan, record, *job);
     job->ready = ready;
+    if (impl_->first_job == 0) impl_->first_job = raw(record.id);
     impl_->last_job = std::max(impl_->last_job, raw(record.id));
+    impl_->alive.push_back(raw(record.id));
     impl_->inbox.try_push(std::move(job));
   }
+  impl_->answer(plan);
   impl_->count([&](StoreWorkerCounters& c) {
     ++c.plans;
     c.jobs += plan.jobs.size();

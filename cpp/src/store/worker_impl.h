@@ -72,7 +72,9 @@ struct StoreWorker::Impl {
   std::mutex submit_mutex;
   std::uint64_t bound_epoch = 0;  // 0: none yet
   std::uint64_t last_step = 0;    // of that epoch
+  std::uint64_t first_job = 0;    // taken, 0: none yet; an earlier worker may have had those before
   std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
+  std::vector<std::uint64_t> alive;  // ids taken that are not over
   bool closed = false;
   detail::Pool<Job> idle_jobs;
   std::mutex outbox_mutex;
@@ -112,6 +114,7 @@ struct StoreWorker::Impl {
     change(counters);
   }
 
+  void answer(const StepPlanView& plan);
   void tell(std::uint64_t epoch, const JobReport& entry, const std::vector<FailedChunk>& failed);
   SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, const Error& why);
   std::optional<Error> why_refused(const StepPlanView& plan);

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x3150564b;  // "KVP1"
 constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kFlagAsks = 1;  // behind the hashes: a count of jobs, and their ids
 constexpr std::int64_t kLongestTimeout =
     1'000'000'000'000'000'000;  // ns; a sum with a time must not overflow
 constexpr std::string_view kSubject = "step plan";
@@ -19,7 +20,7 @@ constexpr std::string_view kSubject = "step plan";
 struct Header {
   std::uint32_t magic;
   std::uint16_t version;
-  std::uint16_t flags;  // none known: a set bit refuses the plan
+  std::uint16_t flags;  // a bit that is not known refuses the plan
   std::uint64_t total_bytes;
   Digest digest;
   std::uint64_t epoch;
@@ -37,6 +38,7 @@ Header header_of(const StepPlanView& plan) {
   Header header{};
   header.magic = kMagic;
   header.version = kVersion;
+  header.flags = plan.asked.empty() ? 0 : kFlagAsks;
   header.digest = plan.digest;
   header.epoch = plan.epoch;
   header.step = plan.step;
@@ -98,6 +100,8 @@ void encode(const StepPlanView& plan, std::vector<std::byte>& out) {
                        detail::padded8(plan.ids.size_bytes()) +
                        detail::padded8(plan.mark_tokens.size_bytes()) +
                        detail::padded8(plan.mark_hashes.size_bytes());
+  const std::uint64_t asked = plan.asked.size();
+  if (asked != 0) header.total_bytes += sizeof(asked) + plan.asked.size_bytes();
   out.reserve(header.total_bytes);
   detail::append_array(out, std::span<const Header>(&header, 1));
   detail::append_array(out, plan.jobs);
@@ -105,6 +109,9 @@ void encode(const StepPlanView& plan, std::vector<std::byte>& out) {
   detail::append_array(out, plan.ids);
   detail::append_array(out, plan.mark_tokens);
   detail::append_array(out, plan.mark_hashes);
+  if (asked == 0) return;
+  detail::append_array(out, std::span<const std::uint64_t>(&asked, 1));
+  detail::append_array(out, plan.asked);
 }
 
 void check_plan(const StepPlanView& plan) {
@@ -154,7 +161,8 @@ StepPlanView decode_plan(std::span<const std::byte> bytes) {
     detail::refuse(ErrorCode::kMismatch, kSubject, "job_bytes", header.job_bytes,
                    std::to_string(sizeof(JobRecord)));
   }
-  if (header.flags != 0) detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0");
+  if ((header.flags & ~kFlagAsks) != 0)
+    detail::refuse(ErrorCode::kMismatch, kSubject, "flags", header.flags, "0 or 1");
   if (header.total_bytes != size) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
                    std::to_string(header.total_bytes) + " as the header says");
@@ -165,12 +173,16 @@ StepPlanView decode_plan(std::span<const std::byte> bytes) {
   plan.epoch = header.epoch;
   plan.step = header.step;
   plan.hash_width = header.hash_width;
-  const bool whole =
-      detail::take_array(bytes, header.jobs, plan.jobs) &&
-      detail::take_array(bytes, header.runs, plan.runs) &&
-      detail::take_array(bytes, header.ids, plan.ids) &&
-      detail::take_array(bytes, header.marks, plan.mark_tokens) &&
-      detail::take_array(bytes, std::uint64_t{header.marks} * header.hash_width, plan.mark_hashes);
+  const bool asks = header.flags != 0;
+  std::span<const std::uint64_t> asked;
+  const bool whole = detail::take_array(bytes, header.jobs, plan.jobs) &&
+                     detail::take_array(bytes, header.runs, plan.runs) &&
+                     detail::take_array(bytes, header.ids, plan.ids) &&
+                     detail::take_array(bytes, header.marks, plan.mark_tokens) &&
+                     detail::take_array(bytes, std::uint64_t{header.marks} * header.hash_width,
+                                        plan.mark_hashes) &&
+                     (!asks || (detail::take_array(bytes, 1, asked) && asked[0] != 0 &&
+                                detail::take_array(bytes, asked[0], plan.asked)));
   if (!whole || !bytes.empty()) {
     detail::refuse(ErrorCode::kInvalidArgument, kSubject, "bytes", size,
                    "the arrays that the header counts");

@@ -10,6 +10,7 @@ from typing import Any
 
 from .._core import RankLoadEnd, RankLoads, StoreWorker
 from ..logs import forward_log
+from ..rate_limited import RateLimited
 from .cache_config import Described, segment_map
 from .metadata import ReportMetadata, StepMetadata
 from .mooncake import open_store
@@ -67,6 +68,8 @@ class WorkerSide:
         self._reports: list[bytes] = []
         self._results = Results()
         self._closed = False
+        self._refused = RateLimited(logger, logging.ERROR)
+        self._not_loaded = RateLimited(logger, logging.WARNING)
         self._differences = Differences()
         self._stirred = False
         logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
@@ -92,7 +95,7 @@ class WorkerSide:
                 self._names.update(metadata.loads)
             else:
                 # Also of another version, in which no load can be found: those who wait are named.
-                logger.error("kvprism: a plan was refused: %s", taken.refusal)
+                self._refused("kvprism: a plan was refused: %s", taken.refusal)
                 waiting = [name for _, name in metadata.loads]
                 self._results.finished.update(waiting)
                 self._results.failed.update(waiting)
@@ -125,7 +128,7 @@ class WorkerSide:
         self._results.finished.add(name)
         if end.complete:
             return
-        logger.warning(
+        self._not_loaded(
             "kvprism: %d blocks of request %s could not be loaded", len(end.failed_blocks), name
         )
         if self._blocks_tell and not detach:

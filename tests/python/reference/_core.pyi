@@ -1331,7 +1331,9 @@ class StepPlan:
         """Number of jobs."""
 
     def __bool__(self) -> bool:
-        """True when there is a job."""
+        """
+        True when there is something to tell a worker: a job, or a question about an earlier one.
+        """
 
     @property
     def step(self) -> int:
@@ -1732,6 +1734,17 @@ class StoreScheduler:
         Returns:
             False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
             scheduler raises MismatchError instead.
+        """
+
+    def rank_gone(self, rank: int) -> None:
+        """
+        Says that a worker's process has ended, and its memory with it, so that no block waits for it.
+
+        Of all jobs planned so far the rank counts as failed and quiet. Never for a process that may live: its calls would go on
+        in blocks that are somebody else's. A worker that takes its place must get no plan of before.
+
+        Args:
+            rank: Its number.
         """
 
     def take_load_ends(self) -> list[LoadEnd]:

@@ -20,6 +20,8 @@ struct CallEnd {
   bool quiet = true;
   // The client will not work again and must be replaced ("illegal client", a clogged queue).
   bool broken = false;
+  // The service did not answer; the client may work again when it does.
+  bool unreachable = false;
 };
 
 // One connection to a store. Calls of different kinds may come from different threads at once.

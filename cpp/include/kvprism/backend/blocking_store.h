@@ -20,6 +20,9 @@ struct BlockingStoreOptions {
   Duration stuck_after =
       seconds(65);  // a call that takes longer is given up; Mooncake's own wait is 60 s
   Duration setup_timeout = seconds(15);  // how long the constructor waits for the first client
+  // How long add_region and remove_region wait: RDMA locks the memory, some GB a second.
+  Duration region_timeout = seconds(120);
+  Duration probe_interval = seconds(1);  // between questions to a service that did not answer
   Duration first_retry =
       milliseconds(100);             // pause after a failure to make a client; doubles each time
   Duration max_retry = seconds(10);  // longest pause
@@ -44,7 +47,9 @@ struct BlockingStoreCounters {
   std::uint64_t exists_items = 0;
   std::uint64_t remove_calls = 0;
   std::uint64_t queue_full = 0;     // starts refused because a queue was full
-  std::uint64_t circuit_open = 0;   // operations ended at once: no client, or a late call before it
+  std::uint64_t circuit_open = 0;   // operations ended at once: no client, a service that does not
+                                    // answer, or a late call before it
+  std::uint64_t probes = 0;         // questions to a service that did not answer
   std::uint64_t expired = 0;        // operations not started by their deadline
   std::uint64_t late_calls = 0;     // calls that outlasted their operation's deadline
   std::uint64_t stuck_calls = 0;    // calls given up after stuck_after
@@ -53,7 +58,7 @@ struct BlockingStoreCounters {
   std::uint64_t replacements = 0;     // clients made after the first
   std::uint64_t unquiet_now = 0;      // operations with an outcome that are not quiet
   std::uint64_t retired_now = 0;      // clients that are being torn down or still have calls
-  bool usable = false;                // a client is there: the circuit is closed
+  bool usable = false;                // a client is there that answers: the circuit is closed
 };
 
 // Each kind of call has one thread per client ("kvp-put", "kvp-get", "kvp-look"). A client whose
@@ -62,17 +67,20 @@ struct BlockingStoreCounters {
 // regions, and takes over. The retired client is torn down (thread "kvp-grave") once its calls have
 // returned; only then do its unfinished operations become quiet. While no client is usable,
 // operations end at once as kUnavailable (R51); so do those of a kind whose call has outlasted its
-// deadline, until that call returns: a service that is slow costs nobody a wait. A client that
-// replaces another must have answered a question first. One log line tells each change. Thread
-// "kvp-care" watches deadlines.
+// deadline, until that call returns: a service that is slow costs nobody a wait. After a call that
+// the service did not answer all kinds end at once, and one question in probe_interval is asked
+// until it is answered. A client that replaces another must have answered a question first. One log
+// line tells each change. Thread "kvp-care" watches deadlines.
 //
 // Ownership: owns its clients and threads; the factory must stay callable. The destructor waits for
 // close_budget and leaves hung threads behind with the state they need: memory of unquiet
 // operations must then stay mapped. Threads: the store's calls and the index's calls from one
 // thread at a time each; both may run beside each other. add_region and remove_region wait for
-// native calls. counters() and wait_for_completion() from any thread. Errors: the constructor
-// throws the factory's Error, or kTimedOut after setup_timeout; a late client is torn down. In a
-// forked child nothing starts, polls or waits.
+// native calls (thread "kvp-region") and for a client that is being made, at most region_timeout
+// each; a client that is not done by then is retired, and the memory must stay mapped until
+// retired_now is 0. counters() and wait_for_completion() from any thread. Errors: the constructor
+// throws the factory's Error, or kTimedOut after setup_timeout; a late client is torn down.
+// add_region throws kTimedOut. In a forked child nothing starts, polls or waits.
 class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
  public:
   explicit BlockingStore(BlockingClientFactory factory, BlockingStoreOptions options = {});

@@ -35,6 +35,8 @@ class KVPRISM_API PumpThread {
 
   // How often pumping has moved something; to be read before poll() and then given to wait_moved().
   std::uint64_t moves() const noexcept;
+  // Exceptions while pumping or closing: each is logged, and pumping goes on.
+  std::uint64_t errors() const noexcept;
   // Waits until moves() differs from `seen`, or the thread has ended, or `longest` has passed. True
   // in the first two.
   bool wait_moved(std::uint64_t seen, Duration longest) const;

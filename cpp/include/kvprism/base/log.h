@@ -1,5 +1,5 @@
-// Where the library's own log lines go. Nothing is printed unless a sink is set or the level allows
-// it.
+// Where the library's own log lines go. Nothing is printed unless a sink is set and the level
+// allows it.
 #pragma once
 
 #include <string_view>
@@ -12,8 +12,10 @@ enum class LogLevel : int { kDebug = 0, kInfo = 1, kWarning = 2, kError = 3, kOf
 
 using LogSink = void (*)(void* context, LogLevel level, std::string_view line);
 
-// Replaces the sink for the process; null drops every line. `context` must outlive the sink.
-// Threads: any; the sink may be called from any thread, also concurrently, and must not call back.
+// Replaces the sink for the process; null drops every line. Returns when no call of the sink before
+// runs any more, so that its `context` may go then. Threads: any; the sink is called from any
+// thread, also from several at once. One that blocks holds up its own callers, the engine's step
+// perhaps among them, and nobody else; it must not set a sink.
 KVPRISM_API void set_log_sink(LogSink sink, void* context, LogLevel level) noexcept;
 
 // Hands one line to the sink if its level is enabled.

@@ -36,6 +36,7 @@ namespace kvprism {
 //     the engine would free what a job is about to use
 //   end_step when take_released or take_load_ends have had something for a whole step
 //   a report that cannot be read, of another epoch, or of chunks that its job does not move
+//   rank_gone of a rank that the configuration does not have
 //   a time before that of an earlier call; two calls at once
 //
 // What is not named here is as in StoreScheduler; through a reference to it nothing is checked.
@@ -64,6 +65,7 @@ class KVPRISM_API CheckedScheduler : public StoreScheduler {
   const StepPlan& end_step(Instant now);
   bool report(std::span<const std::byte> bytes, Instant now);
   bool report(const WorkerReport& report, Instant now);
+  void rank_gone(Rank rank, Instant now);
   void take_load_ends(std::vector<LoadEnd>& out);
   void take_changes(std::vector<StoreChange>& out);
   void take_acquired(std::vector<BlockId>& out);

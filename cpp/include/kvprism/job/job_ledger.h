@@ -18,7 +18,8 @@ namespace kvprism {
 struct LedgerOptions {
   std::uint32_t ranks = 1;  // 1..64
   Duration quarantine_after =
-      seconds(120);  // from the outcome; unquiet longer: blocks go to quarantine
+      seconds(120);                  // from the outcome; unquiet longer: blocks go to quarantine
+  Duration ask_after = seconds(30);  // from the outcome, and then again: ranks are asked about it
 };
 
 // What has become final. A job appears at most once in each of the two lists.
@@ -45,6 +46,7 @@ struct LedgerCounters {
   std::uint64_t late_notices = 0;       // a rank's outcome after the job had expired here
   std::uint64_t duplicate_notices = 0;  // second outcome or quiet of a rank for a job
   std::uint64_t unknown_notices = 0;    // job not known (any more), or rank out of range
+  std::uint64_t asked = 0;              // times that ranks were asked about an unquiet job
   std::uint64_t alive = 0;
   std::uint64_t blocks_held = 0;
   std::uint64_t blocks_in_quarantine = 0;
@@ -67,6 +69,10 @@ class KVPRISM_API JobLedger {
   // One rank's notice. The failed chunks are those of `report`.
   void notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now);
 
+  // The rank's process has ended: nothing that it had not told will be, and its memory is gone with
+  // it. Of all jobs alive it counts as failed and quiet.
+  void rank_gone(Rank rank, Instant now);
+
   // Expires outcomes and moves jobs to quarantine.
   void advance(Instant now);
 
@@ -76,6 +82,10 @@ class KVPRISM_API JobLedger {
   bool take_quiet(JobEvent& out);
   // Jobs that entered quarantine since the last call, each once. Their blocks stay held.
   bool take_quarantined(JobEvent& out);
+
+  // Adds jobs that have an outcome and are unquiet for ask_after, each once in that time; at most
+  // `most`. A report may have been lost.
+  void take_unquiet(Instant now, std::size_t most, std::vector<JobId>& out);
 
   bool alive(JobId job) const noexcept;
   std::size_t size() const noexcept;

@@ -318,6 +318,12 @@ class KVPRISM_API StoreScheduler {
   bool report(std::span<const std::byte> bytes, Instant now);
   bool report(const WorkerReport& report, Instant now);
 
+  // The worker's process has ended, and its memory is gone with it: of all jobs planned so far it
+  // counts as failed and quiet, so that no block waits for it. Never for a process that may live:
+  // its calls would go on in blocks that are somebody else's. A worker that takes its place must
+  // get no plan of before.
+  void rank_gone(Rank rank, Instant now);
+
   // Appends and forgets.
   void take_load_ends(std::vector<LoadEnd>& out);
   // Appends and forgets, in order; nothing unless options().tell_changes. A purge takes back what

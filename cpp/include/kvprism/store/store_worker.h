@@ -49,7 +49,8 @@ struct StoreWorkerCounters {
   std::uint64_t plans_refused = 0;
   std::uint64_t plans_repeated = 0;  // of a step that was taken already; nothing is moved or told
   std::uint64_t jobs = 0;
-  std::uint64_t gets = 0;  // calls
+  std::uint64_t jobs_unknown = 0;  // the scheduler asked about them; told as failed and quiet
+  std::uint64_t gets = 0;          // calls
   std::uint64_t puts = 0;
   std::uint64_t segments = 0;  // moved or tried
   std::uint64_t bytes_stored = 0;

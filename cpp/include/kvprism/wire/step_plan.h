@@ -56,6 +56,9 @@ struct StepPlanView {
   std::span<const BlockId> ids;
   std::span<const std::uint32_t> mark_tokens;  // prefix length in tokens at each mark
   std::span<const std::uint8_t> mark_hashes;   // hash_width bytes per mark
+  // Jobs of earlier plans that some rank has not told as quiet for long: a worker that does not
+  // know one tells it as failed and quiet, since its report, or its plan, was lost.
+  std::span<const JobId> asked{};
 
   std::span<const std::uint8_t> mark_hash(std::uint32_t mark) const noexcept {
     return mark_hashes.subspan(static_cast<std::size_t>(mark) * hash_width, hash_width);
@@ -75,18 +78,20 @@ class StepPlan {
   std::vector<BlockId> ids;
   std::vector<std::uint32_t> mark_tokens;
   std::vector<std::uint8_t> mark_hashes;
+  std::vector<JobId> asked;
 
-  bool empty() const noexcept { return jobs.empty(); }
+  bool empty() const noexcept { return jobs.empty() && asked.empty(); }
   void clear() noexcept {
     jobs.clear();
     runs.clear();
     ids.clear();
     mark_tokens.clear();
     mark_hashes.clear();
+    asked.clear();
     hash_width = 0;
   }
   StepPlanView view() const noexcept {
-    return {digest, epoch, step, hash_width, jobs, runs, ids, mark_tokens, mark_hashes};
+    return {digest, epoch, step, hash_width, jobs, runs, ids, mark_tokens, mark_hashes, asked};
   }
 };
 

@@ -1,0 +1,134 @@
+// Memory that clients may touch: each present and later client has all regions.
+#include <string>
+#include <utility>
+
+#include "backend/blocking_core.h"
+#include "backend/native_thread.h"
+#include "kvprism/base/error.h"
+#include "kvprism/base/log.h"
+
+namespace kvprism {
+
+using namespace detail;  // NOLINT(google-build-using-namespace)
+
+namespace {
+
+Error late(const Region& region, std::string expected, Duration limit, std::string hint) {
+  return Error(ErrorCode::kTimedOut, std::string(kSubject),
+               {{"region", std::to_string(region.length) + " bytes",
+                 std::move(expected) + " within " + std::to_string(limit.ns / 1'000'000) + " ms",
+                 std::move(hint)}});
+}
+
+// How a native call ended; guarded by the core's mutex.
+struct Change {
+  bool done = false;
+  std::exception_ptr error;
+};
+
+}  // namespace
+
+bool BlockingStore::Core::begin_regions(Lock& lock, TimePoint end) {
+  const bool free = changed.wait_until(lock, end, [&] { return !regions_busy; });
+  if (free) regions_busy = true;
+  return free;
+}
+
+void BlockingStore::Core::end_regions() {
+  regions_busy = false;
+  changed.notify_all();
+}
+
+std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
+                                                      std::shared_ptr<Generation> generation,
+                                                      const Region& region, bool add,
+                                                      TimePoint end) {
+  const auto change = std::make_shared<Change>();
+  Worker& helper = helpers.emplace_back();
+  try {
+    helper.thread = start_thread(
+        "kvp-region", [core = shared_from_this(), generation, region, add, change, &helper] {
+          std::exception_ptr error;
+          try {
+            add ? generation->client->register_region(region)
+                : generation->client->unregister_region(region);
+          } catch (...) {
+            error = std::current_exception();
+          }
+          const Lock held(core->mutex);
+          change->done = true;
+          change->error = std::move(error);
+          --generation->busy;
+          helper.done = true;
+          core->care_wakes.notify_all();
+          core->changed.notify_all();
+        });
+  } catch (...) {
+    helpers.pop_back();
+    return std::current_exception();
+  }
+  ++generation->busy;
+  changed.wait_until(lock, end, [&] { return change->done; });
+  if (change->done) return change->error;
+  const char* what = add ? "registering memory" : "unregistering memory";
+  retire(generation, std::string(what) + " takes too long");
+  return std::make_exception_ptr(
+      late(region, std::string("an end of ") + what, options.region_timeout,
+           "the memory must stay mapped until the client is gone (retired_now is 0)"));
+}
+
+void BlockingStore::add_region(const Region& region) {
+  const auto refuse = [&](ErrorCode code, std::string expected) {
+    fail(code, kSubject,
+         {"region", std::to_string(region.length) + " bytes", std::move(expected), {}});
+  };
+  Core& core = *core_;
+  if (core.in_child()) refuse(ErrorCode::kClosed, "the process that made the store");
+  if (region.base == nullptr || region.length == 0) {
+    refuse(ErrorCode::kInvalidArgument, "an address and a positive length");
+  }
+  const TimePoint end = after(Clock::now(), core.options.region_timeout);
+  Lock lock(core.mutex);
+  if (!core.begin_regions(lock, end)) {
+    throw late(region, "an end of another registration, of a new client perhaps,",
+               core.options.region_timeout, "the service accepts connections but does not answer");
+  }
+  std::exception_ptr error;
+  try {
+    switch (core.regions.fit(region)) {
+      case RegionTable::Fit::kEqual:
+        break;
+      case RegionTable::Fit::kOverlap:
+        refuse(ErrorCode::kInvalidArgument, "no overlap with another region");
+        break;
+      case RegionTable::Fit::kNew:
+        if (core.current == nullptr) refuse(ErrorCode::kUnavailable, "a usable client");
+        error = core.change_region(lock, core.current, region, true, end);
+        if (error == nullptr) core.regions.insert(region);
+        break;
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  core.end_regions();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+void BlockingStore::remove_region(const Region& region) {
+  Core& core = *core_;
+  if (core.in_child()) return;
+  const TimePoint end = after(Clock::now(), core.options.region_timeout);
+  Lock lock(core.mutex);
+  if (!core.begin_regions(lock, end)) {
+    throw late(region, "an end of another registration, of a new client perhaps,",
+               core.options.region_timeout, "the service accepts connections but does not answer");
+  }
+  std::exception_ptr error;
+  if (core.regions.erase(region) && core.current != nullptr) {
+    error = core.change_region(lock, core.current, region, false, end);
+  }
+  core.end_regions();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+}  // namespace kvprism
