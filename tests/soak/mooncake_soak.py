@@ -24,8 +24,8 @@ IN_FLIGHT = 16
 GROWTH = 1.05  # resident bytes at the end against those after a fifth of the run
 # Chances per operation: about 2 in 100 fail, 1 in 100 outlasts its bound.
 FAULTS = {
-    "fail_call": 0.005,
-    "fail_items": 0.005,
+    "fail_call": 0.01,
+    "fail_items": 0.01,
     "truncate": 0.002,
     "corrupt": 0.002,
     "lease_lost": 0.002,
@@ -33,7 +33,7 @@ FAULTS = {
     "no_space": 0.005,
     "land_late": 0.01,
     "late_quiet": 0.005,
-    "delay": 0.02,
+    "delay": 0.01,
     "lookup_failed": 0.005,
     "lookup_late": 0.01,
 }
