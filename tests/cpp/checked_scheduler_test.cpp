@@ -432,6 +432,8 @@ TEST_F(CheckedSchedulerTest, TimeDoesNotGoBackAndReportsCanBeRead) {
             "scheduler call: purge = now is 4000 ns: expected at least 5000 ns, the time of an "
             "earlier call");
   EXPECT_EQ(scheduler_.purge_status().state, PurgeState::kNone);
+  EXPECT_EQ(refusal([&] { scheduler_.rank_gone(Rank{99}, Instant{5000}); }),
+            "scheduler call: rank_gone = rank 99: expected a rank below 1");
   const std::vector<std::byte> rubbish(24);
   EXPECT_EQ(
       refusal([&] { scheduler_.report(rubbish, Instant{5000}); }, ErrorCode::kMismatch),
