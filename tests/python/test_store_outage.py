@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import kvprism
 import pytest
 from kvprism.local_mooncake import LocalMooncake
@@ -43,6 +45,10 @@ def test_storage_joins_a_restarted_master_and_the_pool_is_empty() -> None:
         attempt = 3
         while engine.stored(prompt(attempt)) != 3:
             attempt += 1
+            engine.worker.wait(0.1)
+        # Lookups have a client of their own, which asks for the master once a second.
+        while not engine.index.counters()["usable"]:
+            assert time.monotonic() < engine.end
             engine.worker.wait(0.1)
         assert engine.loads_right(prompt(attempt))
         assert engine.loaded(prompt(1)) is None
