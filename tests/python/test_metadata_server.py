@@ -113,6 +113,6 @@ def test_set_up_with_a_service_that_does_not_work_ends_with_an_error(status: int
     with LocalMooncake() as mooncake, answering(status) as url:
         with pytest.raises(kvprism.Error) as caught:
             kvprism.mooncake_store(
-                master=mooncake.master, metadata_server=url, setup_timeout_seconds=2.0
+                master=mooncake.master, metadata_server=url, setup_timeout_seconds=1.0
             )
         assert caught.value.code in ("unavailable", "timed_out")
