@@ -59,6 +59,78 @@ static void absent_errors(void) {
   kvprism_string_free(NULL);
 }
 
+/* A call with a struct of another size says so, beside what else is wrong with it. */
+#define WRONG_SIZE(type, path, call)                                                               \
+  do {                                                                                             \
+    const type given = {.struct_size = sizeof given + 8};                                          \
+    kvprism_error* error = NULL;                                                                   \
+    CHECK((call) == KVPRISM_INVALID_ARGUMENT);                                                     \
+    char wanted[200];                                                                              \
+    snprintf(wanted, sizeof wanted, "%s.struct_size = %zu: expected %zu, the struct's size", path, \
+             given.struct_size, sizeof given);                                                     \
+    CHECK(strstr(kvprism_error_message(error), wanted) != NULL);                                   \
+    kvprism_error_free(error);                                                                     \
+  } while (0)
+#define WRONG_OUTPUT_SIZE(type, path, call)         \
+  do {                                              \
+    type output = {.struct_size = 0};               \
+    WRONG_SIZE(type, path, (output = given, call)); \
+  } while (0)
+#define WRONG_INIT(type)                                                              \
+  do {                                                                                \
+    type output = {.struct_size = 77};                                                \
+    CHECK(type##_init(&output, sizeof output - 8, NULL) == KVPRISM_INVALID_ARGUMENT); \
+    CHECK(type##_init(&output, sizeof output + 8, NULL) == KVPRISM_INVALID_ARGUMENT); \
+    CHECK(output.struct_size == 77);                                                  \
+  } while (0)
+
+/* Every struct that carries its size. */
+static void wrong_sizes(void) {
+  kvprism_projection* const projection = projection_of(kConfig);
+  kvprism_projection* other = NULL;
+  kvprism_key_schema* schema = NULL;
+  kvprism_segment_map* map = NULL;
+  kvprism_memory_pool* pool = NULL;
+  kvprism_store* store = NULL;
+  kvprism_scheduler* scheduler = NULL;
+  kvprism_worker* worker = NULL;
+  bool flag = false;
+  WRONG_INIT(kvprism_kind);
+  WRONG_INIT(kvprism_key_facts);
+  WRONG_INIT(kvprism_cache_tensor);
+  WRONG_INIT(kvprism_memory_pool_options);
+  WRONG_INIT(kvprism_mooncake_options);
+  WRONG_INIT(kvprism_scheduler_options);
+  WRONG_INIT(kvprism_worker_options);
+  WRONG_SIZE(kvprism_kind, "kinds[0]",
+             kvprism_projection_with_kinds("{}", 2, &given, 1, &other, &error));
+  WRONG_SIZE(kvprism_key_facts, "facts",
+             kvprism_key_schema_new(projection, &given, &schema, &error));
+  WRONG_SIZE(kvprism_cache_tensor, "tensors[0]",
+             kvprism_segment_map_new(projection, &given, 1, &map, &error));
+  WRONG_SIZE(kvprism_memory_pool_options, "options",
+             kvprism_memory_pool_new(&given, &pool, &error));
+  WRONG_SIZE(kvprism_mooncake_options, "options",
+             kvprism_mooncake_store_new(&given, &store, &error));
+  WRONG_SIZE(kvprism_scheduler_options, "options",
+             kvprism_scheduler_new(NULL, NULL, &given, &scheduler, &error));
+  WRONG_SIZE(kvprism_worker_options, "options",
+             kvprism_worker_new(NULL, NULL, NULL, &given, &worker, &error));
+  WRONG_OUTPUT_SIZE(kvprism_projection_info, "info",
+                    kvprism_projection_get_info(projection, &output, &error));
+  WRONG_OUTPUT_SIZE(kvprism_group_info, "info",
+                    kvprism_projection_get_group(projection, 0, &output, &error));
+  WRONG_OUTPUT_SIZE(kvprism_load_end, "end",
+                    kvprism_scheduler_take_load_end(NULL, &output, &flag, &error));
+  WRONG_OUTPUT_SIZE(kvprism_change, "change",
+                    kvprism_scheduler_take_change(NULL, &output, &flag, &error));
+  WRONG_OUTPUT_SIZE(kvprism_health, "health",
+                    kvprism_scheduler_health(NULL, &output, NULL, &error));
+  CHECK(other == NULL && schema == NULL && map == NULL && pool == NULL && store == NULL);
+  CHECK(scheduler == NULL && worker == NULL);
+  kvprism_projection_free(projection);
+}
+
 static void struct_sizes(void) {
   kvprism_scheduler_options options;
   kvprism_error* error = NULL;
@@ -199,6 +271,37 @@ static void mooncake_says_what_is_wrong(void) {
   CHECK(strstr(kvprism_error_message(error), "setup_timeout = -1: expected positive") != NULL);
   CHECK(strstr(kvprism_error_message(error), "protocol = pigeon: expected") != NULL);
   kvprism_error_free(error);
+
+  OK(kvprism_mooncake_options_init(&options, sizeof options, &error));
+  CHECK(options.max_slices_per_call == 8192 && options.max_bytes_per_call == 256u << 20);
+  CHECK(options.max_region_bytes == 0 && options.unknown_build == 0 && options.max_attempts == 0);
+  CHECK(options.stuck_after_ns == 65000000000 && options.first_retry_ns == 100000000);
+  CHECK(options.max_retry_ns == 10000000000 && options.close_budget_ns == 5000000000);
+  CHECK(options.queue_limit == 256 && options.max_retired == 8);
+  /* 0 is the default: only the master is missing. */
+  options.max_slices_per_call = options.max_retired = 0;
+  options.max_bytes_per_call = options.queue_limit = 0;
+  options.stuck_after_ns = options.first_retry_ns = options.max_retry_ns = 0;
+  CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
+  CHECK(kvprism_error_num_problems(error) == 1);
+  kvprism_error_free(error);
+  /* Every other value arrives. */
+  options.max_region_bytes = 1;
+  options.max_slices_per_call = 8193;
+  options.unknown_build = 2;
+  options.stuck_after_ns = options.first_retry_ns = options.max_retry_ns = -1;
+  CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
+  CHECK(kvprism_error_num_problems(error) == 7);
+  const char* const wanted[] = {"max_region_bytes = 1: expected 0 or at least 1048576 bytes",
+                                "max_slices_per_call = 8193: expected between 1 and 8192",
+                                "unknown_build = 2: expected 0 (refuse) or 1 (probe)",
+                                "stuck_after = -1: expected positive",
+                                "first_retry = -1: expected positive",
+                                "max_retry = -1: expected positive"};
+  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; ++i)
+    CHECK(strstr(kvprism_error_message(error), wanted[i]) != NULL);
+  kvprism_error_free(error);
+  CHECK(store == NULL);
 }
 
 static void null_ready(void* context) { ++*(int*)context; }
@@ -258,6 +361,7 @@ static void null_handles(void) {
   REFUSED(kvprism_mooncake_options_init(NULL, 0, NULL));
   REFUSED(kvprism_mooncake_store_new(NULL, &store, NULL));
   REFUSED(kvprism_store_name(NULL, &text, NULL));
+  REFUSED(kvprism_store_counters(NULL, &count, NULL, NULL));
   REFUSED(kvprism_store_close(NULL, 0, &number, NULL));
   REFUSED(kvprism_scheduler_options_init(NULL, 0, NULL));
   REFUSED(kvprism_scheduler_new(NULL, NULL, &scheduler_options, &scheduler, NULL));
@@ -365,6 +469,7 @@ int main(void) {
   forked_children();
   absent_errors();
   struct_sizes();
+  wrong_sizes();
   projections();
   one_owner_a_side();
   mooncake_says_what_is_wrong();

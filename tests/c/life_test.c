@@ -144,6 +144,10 @@ static void find_counter(void* context, const char* name, uint64_t value) {
     *(uint64_t*)context = value;
 }
 
+static void find_got_bytes(void* context, const char* name, uint64_t value) {
+  if (strcmp(name, "get_bytes") == 0) *(uint64_t*)context = value;
+}
+
 static void find_group_counter(void* context, const char* name, uint64_t value) {
   if (strcmp(name, "loaded_bytes") == 0) *(uint64_t*)context = value;
 }
@@ -277,6 +281,11 @@ static void live(const char* master, bool pump_thread) {
   const uint8_t narrow[8] = {0};
   const kvprism_hashes odd = {.data = narrow, .count = 1, .width = sizeof narrow};
   CHECK(kvprism_scheduler_advanced(engine.scheduler, 2, 0, &odd, NULL) == KVPRISM_INVALID_ARGUMENT);
+
+  /* The connection counts what went through it; a memory store has its pool's counters. */
+  uint64_t got = 0;
+  OK(kvprism_store_counters(engine.store, &find_got_bytes, &got, &error));
+  CHECK(got == (master == NULL ? 0 : 3 * kPage));
 
   /* A foreign plan is refused. */
   const uint64_t rubbish[16] = {0};

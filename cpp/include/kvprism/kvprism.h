@@ -269,6 +269,21 @@ typedef struct kvprism_mooncake_options {
   int64_t setup_timeout_ns;
   const char* library;        /* null: searched, see docs/cpp.md */
   const char* python_library; /* null: searched */
+  /* Of these, 0 is the default. Members of MooncakeOptions: */
+  uint64_t max_region_bytes;    /* of a piece that is registered at once, for devices that take no
+                                   more; at least 1 MiB. By default a region is whole */
+  uint64_t max_bytes_per_call;  /* of a native call; UINT64_MAX: no limit */
+  uint32_t max_slices_per_call; /* pieces of memory in a native call, 1 to 8192 */
+  int32_t unknown_build; /* 0: a build that is not known is refused; 1: it is tried first, in a
+                            process of its own */
+  /* Of BlockingStoreOptions: */
+  int64_t stuck_after_ns;  /* a call that takes longer is given up, and its client replaced */
+  int64_t first_retry_ns;  /* pause after a failure to make a client; doubles each time */
+  int64_t max_retry_ns;    /* longest pause */
+  int64_t close_budget_ns; /* how long kvprism_store_free waits for a store that is not closed */
+  uint64_t queue_limit;    /* operations waiting, of each kind */
+  uint32_t max_retired;    /* clients that still have calls; at the limit none is made */
+  uint32_t max_attempts;   /* failures in a row before giving up for good. By default: never */
 } kvprism_mooncake_options;
 
 KVPRISM_API kvprism_status kvprism_memory_pool_options_init(kvprism_memory_pool_options* options,
@@ -295,6 +310,10 @@ KVPRISM_API kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_opt
 /* Such as "mooncake 0.3.13.post1 tcp". */
 KVPRISM_API kvprism_status kvprism_store_name(const kvprism_store* store, char** name,
                                               kvprism_error** error);
+/* Of a connection to Mooncake. Of a memory store none: kvprism_memory_pool_counters has them. */
+KVPRISM_API kvprism_status kvprism_store_counters(const kvprism_store* store,
+                                                  kvprism_counter_visitor visitor, void* context,
+                                                  kvprism_error** error);
 /* After its worker is closed. Waits for at most `budget_ns`, lookups and transfers together; below
    0 is 0. `unquiet` counts operations that may still touch memory, which must then stay mapped
    until the process ends. */

@@ -132,3 +132,35 @@ kvprism_status kvprism_worker_group_counters(const kvprism_worker* worker, uint3
     visitor(context, "put_time.sum_us", c.put_time.sum_us);
   });
 }
+
+kvprism_status kvprism_store_counters(const kvprism_store* store, kvprism_counter_visitor visitor,
+                                      void* context, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_store_counters");
+    arguments.need(store, "store");
+    arguments.need(reinterpret_cast<const void*>(visitor), "visitor");
+    arguments.check();
+    if (!store->connection) return;
+    const BlockingStoreCounters c = store->connection->counters();
+    visitor(context, "put_calls", c.put_calls);
+    visitor(context, "put_items", c.put_items);
+    visitor(context, "put_bytes", c.put_bytes);
+    visitor(context, "get_calls", c.get_calls);
+    visitor(context, "get_items", c.get_items);
+    visitor(context, "get_bytes", c.get_bytes);
+    visitor(context, "exists_calls", c.exists_calls);
+    visitor(context, "exists_items", c.exists_items);
+    visitor(context, "remove_calls", c.remove_calls);
+    visitor(context, "queue_full", c.queue_full);
+    visitor(context, "circuit_open", c.circuit_open);
+    visitor(context, "expired", c.expired);
+    visitor(context, "late_calls", c.late_calls);
+    visitor(context, "stuck_calls", c.stuck_calls);
+    visitor(context, "unquiet_calls", c.unquiet_calls);
+    visitor(context, "failed_attempts", c.failed_attempts);
+    visitor(context, "replacements", c.replacements);
+    visitor(context, "unquiet_now", c.unquiet_now);
+    visitor(context, "retired_now", c.retired_now);
+    visitor(context, "usable", c.usable ? 1 : 0);
+  });
+}

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvprism/backend/blocking_store.h"
 #include "kvprism/backend/flight_file.h"
 #include "kvprism/backend/memory_store.h"
 #include "kvprism/backend/pump_thread.h"
@@ -53,6 +54,7 @@ struct OfOneProcess {
 struct kvprism_store : kvprism::c_api::OfOneProcess {
   std::shared_ptr<kvprism::ObjectStore> store;
   std::shared_ptr<kvprism::ObjectIndex> index;
+  std::shared_ptr<kvprism::BlockingStore> connection;  // both of them; null: a memory store
 };
 
 struct kvprism_scheduler : kvprism::c_api::OfOneProcess {

@@ -14,6 +14,34 @@
 using namespace kvprism;         // NOLINT(google-build-using-namespace): functions outside of any
 using namespace kvprism::c_api;  // NOLINT(google-build-using-namespace)
 
+namespace {
+
+template <class Number, class Member>
+void set_unless_0(Number given, Member& member) {
+  if (given != 0) member = Member{given};
+}
+
+UnknownBuild to_unknown_build(std::int32_t given, ProblemList& problems) {
+  if (given != 0 && given != 1)
+    problems.add("unknown_build", std::to_string(given), "0 (refuse) or 1 (probe)");
+  return given == 1 ? UnknownBuild::kProbe : UnknownBuild::kRefuse;
+}
+
+BlockingStoreOptions to_blocking(const kvprism_mooncake_options& given) {
+  BlockingStoreOptions options;
+  options.setup_timeout = Duration{given.setup_timeout_ns};
+  set_unless_0(given.stuck_after_ns, options.stuck_after);
+  set_unless_0(given.first_retry_ns, options.first_retry);
+  set_unless_0(given.max_retry_ns, options.max_retry);
+  set_unless_0(given.close_budget_ns, options.close_budget);
+  set_unless_0(given.queue_limit, options.queue_limit);
+  set_unless_0(given.max_retired, options.max_retired);
+  set_unless_0(given.max_attempts, options.max_attempts);
+  return options;
+}
+
+}  // namespace
+
 kvprism_status kvprism_memory_pool_options_init(kvprism_memory_pool_options* options,
                                                 size_t struct_size, kvprism_error** error) {
   const MemoryPoolOptions defaults;
@@ -78,6 +106,7 @@ kvprism_status kvprism_memory_store_new(const kvprism_memory_pool* pool, kvprism
 kvprism_status kvprism_mooncake_options_init(kvprism_mooncake_options* options, size_t struct_size,
                                              kvprism_error** error) {
   const MooncakeOptions mooncake;
+  const BlockingStoreOptions blocking;
   return init("kvprism_mooncake_options_init", options, struct_size,
               kvprism_mooncake_options{.struct_size = 0,
                                        .master = "",
@@ -89,9 +118,20 @@ kvprism_status kvprism_mooncake_options_init(kvprism_mooncake_options* options, 
                                        .global_segment_size = mooncake.global_segment_size,
                                        .local_buffer_size = mooncake.local_buffer_size,
                                        .connect_timeout_ns = mooncake.connect_timeout.ns,
-                                       .setup_timeout_ns = BlockingStoreOptions().setup_timeout.ns,
+                                       .setup_timeout_ns = blocking.setup_timeout.ns,
                                        .library = "",
-                                       .python_library = ""},
+                                       .python_library = "",
+                                       .max_region_bytes = mooncake.max_region_bytes,
+                                       .max_bytes_per_call = mooncake.max_bytes_per_call,
+                                       .max_slices_per_call = mooncake.max_slices_per_call,
+                                       .unknown_build = 0,
+                                       .stuck_after_ns = blocking.stuck_after.ns,
+                                       .first_retry_ns = blocking.first_retry.ns,
+                                       .max_retry_ns = blocking.max_retry.ns,
+                                       .close_budget_ns = blocking.close_budget.ns,
+                                       .queue_limit = blocking.queue_limit,
+                                       .max_retired = blocking.max_retired,
+                                       .max_attempts = blocking.max_attempts},
               error);
 }
 
@@ -117,9 +157,12 @@ kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_options* option
     mooncake.connect_timeout = Duration{options->connect_timeout_ns};
     mooncake.library = text(options->library);
     mooncake.python_library = text(options->python_library);
-    BlockingStoreOptions blocking;
-    blocking.setup_timeout = Duration{options->setup_timeout_ns};
+    set_unless_0(options->max_region_bytes, mooncake.max_region_bytes);
+    set_unless_0(options->max_bytes_per_call, mooncake.max_bytes_per_call);
+    set_unless_0(options->max_slices_per_call, mooncake.max_slices_per_call);
     ProblemList problems;
+    mooncake.unknown_build = to_unknown_build(options->unknown_build, problems);
+    const BlockingStoreOptions blocking = to_blocking(*options);
     problems.append(validate_mooncake_options(mooncake));
     problems.append(validate_blocking_store_options(blocking));
     problems.throw_if_any(ErrorCode::kInvalidConfig, "Mooncake options");
@@ -128,6 +171,7 @@ kvprism_status kvprism_mooncake_store_new(const kvprism_mooncake_options* option
         std::make_shared<BlockingStore>(mooncake_client_factory(std::move(mooncake)), blocking);
     made->store = connection;
     made->index = connection;
+    made->connection = connection;
     *store = made.release();
   });
 }
