@@ -4,7 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 preset="$1"
-need_packages g++ cmake ninja-build ccache libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev libgtest-dev \
+need_packages g++ cmake ninja-build libfmt-dev nlohmann-json3-dev libxxhash-dev libssl-dev libgtest-dev \
   libgmock-dev
 
 mkdir -p build

@@ -91,7 +91,7 @@ class Pairs {
       std::fprintf(file,
                    "%s  {\"name\": \"%s\", \"floor\": \"%s\", \"item\": \"%s\", \"items\": %.0f, "
                    "\"ours_ns_per_item\": %.4g, \"floor_ns_per_item\": %.4g, \"ratio\": %.4g, "
-                   "\"ratio_low\": %.4g, \"ratio_high\": %.4g, \"control\": %.4g, \"void\": %s, "
+                   "\"ratio_low\": %.4g, \"ratio_high\": %.4g, \"control\": %.17g, \"void\": %s, "
                    "\"pairs\": %d}",
                    separator, c.name.c_str(), c.floor.c_str(), c.item.c_str(), c.items, c.ours_ns,
                    c.floor_ns, c.ratio, c.low, c.high, c.control, c.void_run() ? "true" : "false",

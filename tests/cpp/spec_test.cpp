@@ -453,7 +453,6 @@ TEST(Registry, RefusesATakenOrEmptyNameAndAMissingFunction) {
   EXPECT_EQ(error_of([&] { registry.with(kind); }).problems().size(), 2U);
 }
 
-// A kind that may be stored but never hits would store for ever without any effect (R04).
 TEST(Registry, RefusesRulesThatThereAreNot) {
   CacheSpec spec;
   spec.kind = "pool_tail";
@@ -496,6 +495,7 @@ TEST(Registry, RefusesANameThatIsNotText) {
                "spec kind: name = byte 2: expected UTF-8 text");
 }
 
+// A kind that may be stored but never hits would store for ever without any effect (R04).
 TEST(Registry, RefusesTraitsThatContradictEachOther) {
   CacheSpec spec;
   spec.kind = "pool_tail";

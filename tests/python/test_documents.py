@@ -76,7 +76,9 @@ struct Request {
   std::vector<BlockId> table;
 };
 struct Pool {
-  void reference(const std::vector<BlockId>& ids) { std::printf("+%zu ", ids.size()); }
+  void reference(const std::vector<BlockId>& ids) {
+    if (!ids.empty()) std::printf("+%zu ", ids.size());
+  }
   void unreference(const std::vector<BlockId>& ids) {
     if (!ids.empty()) std::printf("-%zu ", ids.size());
   }
@@ -108,7 +110,8 @@ void hash() {
   Request request{RequestId{7}, std::vector<std::uint8_t>(64, 1), 2, 32, {BlockId{1}, BlockId{2}}};
   request.hashes[63] = 2;  // of two blocks
   Pool pool;
-  step(scheduler, *worker, pump, request, pool, monotonic_now());
+  do step(scheduler, *worker, pump, request, pool, monotonic_now());
+  while (scheduler.has_pending_work());
   std::printf("%lu bytes\\n", static_cast<unsigned long>(worker->counters().bytes_stored));
   hash();
 }

@@ -214,11 +214,12 @@ def test_a_wrapper_means_to_a_worker_what_its_first_layer_means_to_the_scheduler
 
 
 def test_a_wrapper_whose_layers_are_spread_otherwise_than_the_first_is_refused(
-    vllm_config: Any,
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tensor ranks hold one latent vector alike, and other heads of full attention."""
     import copy
     import dataclasses
+    from types import SimpleNamespace
 
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -239,6 +240,16 @@ def test_a_wrapper_whose_layers_are_spread_otherwise_than_the_first_is_refused(
         with pytest.raises(kvprism.ConfigError) as caught:
             cache_config.describe(changed, groups, (32, 32), "")
         assert "1 shards of its first layer, 2 of all its layers" in str(caught.value)
+        # Where a draft model may have brought such layers, no ranks share keys.
+        drafting = copy.copy(changed)
+        draft = copy.copy(changed.model_config)
+        monkeypatch.setattr(type(draft), "use_mla", property(lambda own, draft=draft: own is draft))
+        object.__setattr__(
+            drafting, "speculative_config", SimpleNamespace(draft_model_config=draft)
+        )
+        for row in (groups, config(full=latent)):
+            schema = cache_config.describe(drafting, row, (32, 32), "").schema
+            assert len(schema.shards(kvprism.StoreIndex(0))) == 2
 
 
 def test_every_unknown_class_is_named(vllm_config: Any) -> None:

@@ -142,7 +142,7 @@ class MooncakeClient final : public BlockingClient {
         native_functions_(library.store),
         master_(std::move(master)),
         connect_timeout_(options.connect_timeout),
-        queue_(library.tcp_queue),
+        queue_(options.protocol == "tcp" ? library.tcp_queue : 2 * kMaxSlices),
         max_slices_(std::min(options.max_slices_per_call, std::max(1U, queue_ / 2))),
         max_bytes_(options.max_bytes_per_call),
         max_region_bytes_(options.max_region_bytes),

@@ -134,6 +134,30 @@ std::vector<DigestFact> detail::stored_group_facts(const Projection& projection)
 
 namespace {
 
+// Tensor ranks that hold the same bytes of one layer for certain: not where ranks hold several of a
+// model's heads each, since nobody says which.
+std::uint32_t certain_replicas(const CacheSpec& spec, bool alike, std::uint32_t tp) {
+  if (const auto* const state = std::get_if<StatePayload>(&spec.payload))
+    return state->tp_replicated ? tp : 1;
+  const auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
+  if (attention == nullptr) return alike ? tp : 1;
+  const std::uint32_t total = attention->total_num_kv_heads;
+  if (attention->num_kv_heads == total) return tp;
+  return attention->num_kv_heads == 1 && total != 0 && tp % total == 0 ? tp / total : 1;
+}
+
+}  // namespace
+
+std::uint32_t detail::shared_replicas(const ResolvedGroup& group, const ParallelSizes& parallel) {
+  if (parallel.dcp > 1) return 1;  // they hold other tokens
+  std::uint32_t replicas = parallel.tp;
+  for (const CacheSpec& spec : group.specs)
+    replicas = std::gcd(replicas, certain_replicas(spec, group.tp_replicated, parallel.tp));
+  return replicas;
+}
+
+namespace {
+
 // Of layers of a wrapper that differ from its first one, and where they lie in an object.
 void add_member_facts(const ResolvedGroup& group, StoreIndex index,
                       std::vector<DigestFact>& facts) {
@@ -172,6 +196,12 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
   if (projection.parallel().pp > 1) facts.push_back({"pipeline_split", key.pipeline_split});
   const std::vector<DigestFact> groups = detail::stored_group_facts(projection);
   facts.insert(facts.end(), groups.begin(), groups.end());
+  // Whoever counts otherwise looks for other shards.
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    facts.push_back(
+        {store_path(index) + "replicas",
+         std::to_string(detail::shared_replicas(projection.group(index), projection.parallel()))});
+  }
   // Stages hold different layers, and neither knows those of another.
   if (projection.parallel().pp > 1) return facts;
   for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups()))
@@ -227,27 +257,6 @@ std::uint32_t true_replicas(const CacheSpec& spec, const ParallelSizes& parallel
   const std::uint64_t copies = std::uint64_t{attention->num_kv_heads} * parallel.tp;
   return static_cast<std::uint32_t>(
       std::max<std::uint64_t>(1, copies / attention->total_num_kv_heads));
-}
-
-// Tensor ranks that hold the same bytes of one layer for certain: not where ranks hold several of a
-// model's heads each, since nobody says which.
-std::uint32_t certain_replicas(const CacheSpec& spec, std::uint32_t tp) {
-  if (const auto* const state = std::get_if<StatePayload>(&spec.payload))
-    return state->tp_replicated ? tp : 1;
-  const auto* const attention = std::get_if<AttentionPayload>(&spec.payload);
-  if (attention == nullptr || attention->total_num_kv_heads == 0) return 1;
-  const std::uint32_t total = attention->total_num_kv_heads;
-  if (attention->num_kv_heads == total) return tp;
-  return attention->num_kv_heads == 1 && tp % total == 0 ? tp / total : 1;
-}
-
-// Tensor ranks that share one shard: as many as hold the same bytes of every layer.
-std::uint32_t shared_replicas(const ResolvedGroup& group, const ParallelSizes& parallel) {
-  if (parallel.dcp > 1) return 1;  // they hold other tokens
-  std::uint32_t replicas = parallel.tp;
-  for (const CacheSpec& spec : group.specs)
-    replicas = std::gcd(replicas, certain_replicas(spec, parallel.tp));
-  return replicas;
 }
 
 // Ranks that share a key in the reference, which counts the heads of the whole model.
@@ -356,7 +365,7 @@ std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projec
   for (const StoreIndex index : indices<StoreIndex>(projection->num_store_groups())) {
     const std::vector<std::uint32_t>& stages = projection->group(index).stages;
     Impl::Group group;
-    group.replicas = shared_replicas(projection->group(index), parallel);
+    group.replicas = detail::shared_replicas(projection->group(index), parallel);
     group.tp_shards = parallel.tp / group.replicas;
     for (std::uint32_t rank = 0; rank < parallel.world(); ++rank) {
       const RankPosition shard = rank_position(Rank{rank}, parallel);

@@ -86,6 +86,10 @@ void StoreScheduler::Impl::send_questions(Instant now) {
     Request* const request = find(id);
     if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
     Lookup& lookup = request->lookup;
+    if (!request->access.load) {  // restricted since it asked
+      lookup.state = LookupState::kNone;
+      continue;
+    }
     keys += desk.most_keys(lookup.asked_local, lookup.probed);
     // The others ask in the next step: a call as large as all of them would be late for all, and
     // making its keys would hold up the step.

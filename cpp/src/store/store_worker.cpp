@@ -205,10 +205,24 @@ bool StoreWorker::Impl::retire() {
 namespace {
 
 // The digest leaves out what ranks may differ in; on one rank the keys must tell the map's bytes.
-void check_groups(const Projection& of_keys, const Projection& of_map, ProblemList& problems) {
+void check_groups(const KeySchema& schema, const Projection& of_map, ProblemList& problems) {
+  const Projection& of_keys = schema.projection();
   const std::vector<DigestFact> keys = detail::stored_group_facts(of_keys);
   const std::vector<DigestFact> map = detail::stored_group_facts(of_map);
-  if (keys == map) return;
+  if (keys == map) {
+    if (schema.name() != "kvprism") return;
+    // Keys of a wrapper's first layer: the others may be spread over fewer ranks alike.
+    for (const StoreIndex index : indices<StoreIndex>(of_map.num_store_groups())) {
+      const std::uint32_t alike = detail::shared_replicas(of_map.group(index), of_map.parallel());
+      if (alike % schema.replicas(index) == 0) continue;
+      problems.add("schema.store_groups[" + std::to_string(raw(index)) + "].replicas",
+                   std::to_string(schema.replicas(index)),
+                   "a divisor of " + std::to_string(alike) +
+                       ", the tensor ranks that hold the same bytes of all layers of the map",
+                   "make the schema from all layers of the group");
+    }
+    return;
+  }
   problems.add("schema.projection",
                "stored groups " + to_hex(detail::hash128(detail::canonical_text(keys))),
                "those of the map, " + to_hex(detail::hash128(detail::canonical_text(map))),
@@ -236,7 +250,7 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
                  Projection::describe_mismatch(map->projection().digest_facts(),
                                                schema->projection().digest_facts()));
   } else if (schema && map) {
-    check_groups(schema->projection(), map->projection(), problems);
+    check_groups(*schema, map->projection(), problems);
   }
   if (schema) {
     const ParallelSizes& sizes = schema->projection().parallel();

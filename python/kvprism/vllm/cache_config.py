@@ -258,6 +258,8 @@ def describe(
             )
     problems.raise_if_any("KV cache of this model")
     parallel = vllm_config.parallel_config
+    if key_schema == "kvprism" and _draft_attends_otherwise(vllm_config):
+        _hold_apart(rows, parallel.tensor_parallel_size)
     scheduler_block_size, hash_block_size = block_sizes
 
     def projection_of(rows: list[Fields]) -> Projection:
@@ -297,6 +299,24 @@ def describe(
         _compare_shards(schema, KeySchema.make(projection, **facts), problems)
         problems.raise_if_any("KV cache of this model")
     return Described(projection, schema, facts)
+
+
+def _draft_attends_otherwise(vllm_config: Any) -> bool:
+    """Whether one wrapper may hold latent layers, the same on all ranks, and others."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is None:
+        return False
+    return bool(getattr(draft, "use_mla", False)) != bool(
+        getattr(vllm_config.model_config, "use_mla", False)
+    )
+
+
+def _hold_apart(rows: list[Fields], tensor_ranks: int) -> None:
+    """No ranks share a key: the scheduler cannot see what a wrapper has beside its first layer."""
+    for row in rows:
+        for spec in row.get("members", [row]):
+            if "num_kv_heads" in spec:
+                spec["total_num_kv_heads"] = spec["num_kv_heads"] * tensor_ranks
 
 
 def _compare_shards(first: KeySchema, whole: KeySchema, problems: Problems) -> None:
