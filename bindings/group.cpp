@@ -48,7 +48,13 @@ void bind_id(nb::module_& module, const char* name, const char* doc) {
       .def(
           "__init__",
           [](Box* self, const Whole<std::uint32_t>& value) { new (self) Box{Id{value("value")}}; },
-          "value"_a)
+          "value"_a, R"(Wraps a position.
+
+Args:
+    value: The position, from 0.
+
+Raises:
+    ArgumentError: It does not fit into 32 bits.)")
       .def_prop_ro(
           "value", [](const Box& box) { return raw(box.id); }, "The position as an int.")
       .def("__int__", [](const Box& box) { return raw(box.id); })

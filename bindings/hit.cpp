@@ -259,7 +259,18 @@ void bind_hit(nb::module_& module) {
                                            draft, unit_tokens("unit_tokens"), family("family")));
           },
           nb::kw_only(), "rule"_a, "chunk_tokens"_a, "window"_a = 0, "draft"_a = false,
-          "unit_tokens"_a = 0, "family"_a)
+          "unit_tokens"_a = 0, "family"_a, R"(Describes a group by what its hits depend on.
+
+Args:
+    rule: "prefix", "window", "chunk", "last_state" or "never".
+    chunk_tokens: Tokens per block.
+    window: Tokens of the window or attention chunk; without meaning for other rules.
+    draft: Whether a hit needs one more object behind it.
+    unit_tokens: Tokens between prefixes that may have an object, a divisor of `chunk_tokens`, which 0 means.
+    family: Any number, equal for groups with equal specs.
+
+Raises:
+    ArgumentError: No such rule, or a number is out of range.)")
       .def_prop_ro(
           "rule", [](const HitGroup& group) { return to_string(group.rule); },
           "prefix, window, chunk, last_state or never.")
@@ -283,7 +294,10 @@ void bind_hit(nb::module_& module) {
       module, "HitSearch",
       "The longest usable prefix over several groups, for many existence maps a call. A map has a "
       "byte for each hash of a group, the groups one after another. One thread at a time.")
-      .def(nb::init<const Projection&>(), "projection"_a)
+      .def(nb::init<const Projection&>(), "projection"_a, R"(Searches over the stored groups.
+
+Args:
+    projection: Its groups, step, tokens per hash and hit alignment; not kept.)")
       .def_static(
           "of_groups",
           [](std::vector<HitGroup> groups, const Whole<std::uint32_t>& step,

@@ -64,7 +64,16 @@ void bind_key(nb::module_& module) {
              const Whole<std::uint32_t>& pcp, const Whole<std::uint32_t>& dcp) {
             new (self) RankPosition{tp("tp"), pp("pp"), pcp("pcp"), dcp("dcp")};
           },
-          nb::kw_only(), "tp"_a = 0, "pp"_a = 0, "pcp"_a = 0, "dcp"_a = 0)
+          nb::kw_only(), "tp"_a = 0, "pp"_a = 0, "pcp"_a = 0, "dcp"_a = 0, R"(Names a place.
+
+Args:
+    tp: Tensor rank, from 0.
+    pp: Pipeline rank, from 0.
+    pcp: Prefill context rank, from 0.
+    dcp: Decode context rank, from 0.
+
+Raises:
+    ArgumentError: A number does not fit into 32 bits.)")
       .def_ro("tp", &RankPosition::tp, "Tensor rank.")
       .def_ro("pp", &RankPosition::pp, "Pipeline rank.")
       .def_ro("pcp", &RankPosition::pcp, "Prefill context rank.")

@@ -33,7 +33,7 @@ void bind_store_loads(nb::module_& m) {
 
 For engines that hear of loads from their workers: the ends are made of the rank's own reports, without a way through
 the scheduler's process. One call at a time.)")
-      .def(nb::init<>())
+      .def(nb::init<>(), "Knows of no loads yet.")
       .def(
           "expect",
           [](RankLoads& loads, nb::handle data) {

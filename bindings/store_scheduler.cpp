@@ -128,7 +128,8 @@ void bind_store_scheduler(nb::module_& m) {
   nb::class_<BoundScheduler>(m, "StoreScheduler", R"(The engine's scheduler side of the store.
 
 It decides what is looked up, loaded and saved, and holds references on the blocks that jobs use. No call blocks; every
-call is harmless for unknown requests and may be repeated. One call at a time, from any thread.
+call is harmless for unknown requests and may be repeated. One call at a time, from any thread: a second one raises
+ArgumentError. A checked scheduler raises ArgumentError for calls out of order; a refused call does nothing.
 
 Block tables are given as `rows`, one row for each group of the configuration: lists, integer arrays, or bytes that hold
 native 32-bit integers. `hashes` are the engine's block hashes: a list of bytes, an array of shape (count, width), or
@@ -233,7 +234,8 @@ Args:
     mode: "read_write", "read_only", "write_only" or "off", within what `loads` and `saves` allow.
 
 Raises:
-    Error: No such mode.)")
+    ArgumentError: No such mode.
+    ClosedError: After `close`, or in a forked child.)")
       .def_prop_ro(
           "mode", [](BoundScheduler& b) { return std::string(to_string(Use(b)->mode())); },
           "The mode in force.")
@@ -244,7 +246,10 @@ Raises:
 
 From now on nothing is looked up, loaded or saved until it is done, which the following steps see to: first jobs in
 flight end, on every rank. A load that is overtaken fails as a whole. What requests of now have computed is not saved
-any more. Objects that another engine reads or looks up meanwhile stay: purge on all engines of the namespace.)")
+any more. Objects that another engine reads or looks up meanwhile stay: purge on all engines of the namespace.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "purge_status",
           [](BoundScheduler& b) {
@@ -260,7 +265,10 @@ any more. Objects that another engine reads or looks up meanwhile stay: purge on
 
 Returns:
     "state": "none", "draining" (jobs in flight end), "removing", "waiting" (for leases, or for a store that does not
-    answer) or "done"; "removed" objects; "passes" over the store.)")
+    answer) or "done"; "removed" objects; "passes" over the store.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "restrict",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request, bool load, bool save) {
@@ -273,7 +281,11 @@ Returns:
 Args:
     request: The request; begun by this call if it is unknown.
     load: Whether it may load.
-    save: Whether it may be saved.)")
+    save: Whether it may be saved.
+
+Raises:
+    ArgumentError: A number does not fit.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "lookup",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
@@ -302,7 +314,12 @@ Args:
     local_tokens: The engine's own hit, a multiple of the scheduler block size; others get 0.
 
 Returns:
-    The number of tokens, 0 for none, or None: ask again in the next step.)")
+    The number of tokens, 0 for none, or None: ask again in the next step.
+
+Raises:
+    ArgumentError: A number does not fit, or the hashes are none of the forms or not of 16 to 64 bytes; of a checked
+        scheduler also a hit off the grid, hashes that do not continue the known ones, or a request that waits for a load.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "allocated",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
@@ -332,7 +349,12 @@ Args:
     rows: Block tables, a row for each group.
 
 Returns:
-    The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.)")
+    The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.
+
+Raises:
+    ArgumentError: A number does not fit, or a row holds no block ids; of a checked scheduler also an unknown request,
+        other tokens than those offered, or tables that do not cover them.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "prompt",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
@@ -348,7 +370,11 @@ Where hits may end inside a block, the end of a prompt is saved as well.
 
 Args:
     request: The request.
-    prompt_tokens: Tokens of its prompt.)")
+    prompt_tokens: Tokens of its prompt.
+
+Raises:
+    ArgumentError: A number does not fit.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "advanced",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
@@ -371,7 +397,12 @@ Args:
     request: The request.
     accepted_tokens: May shrink, when draft tokens are rejected.
     hashes: Hashes of the request; those known already are skipped.
-    first_hash: Index of the first of them; at most `known_hashes`.)")
+    first_hash: Index of the first of them; at most `known_hashes`.
+
+Raises:
+    ArgumentError: A number does not fit, or the hashes are none of the forms or not of 16 to 64 bytes; of a checked
+        scheduler also hashes that do not continue the known ones, an open offer, or a request that waits for a load.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "known_hashes",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request) {
@@ -384,7 +415,11 @@ Args:
     request: The request.
 
 Returns:
-    Their number; 0 for unknown requests.)")
+    Their number; 0 for unknown requests.
+
+Raises:
+    ArgumentError: A number does not fit.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "wants_save",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request)
@@ -401,7 +436,11 @@ Args:
     request: The request.
 
 Returns:
-    First and end token of the range, or None.)")
+    First and end token of the range, or None.
+
+Raises:
+    ArgumentError: A number does not fit; of a checked scheduler also an unknown request.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "save",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
@@ -430,7 +469,12 @@ Returns:
 Args:
     request: The request.
     range: What `wants_save` returned, or a shorter range from the same token.
-    rows: Block tables of this step, a row for each group; null blocks are never read.)")
+    rows: Block tables of this step, a row for each group; null blocks are never read.
+
+Raises:
+    ArgumentError: A number does not fit, or a row holds no block ids; of a checked scheduler also an unknown request, a
+        range that `wants_save` did not return, or tables that do not cover it.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "boundary",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request, const PyGroupId& group,
@@ -449,7 +493,13 @@ Args:
     request: The request.
     group: The group.
     block: Block that holds the state.
-    tokens: Length of the prefix, a multiple of the group's tokens per block.)")
+    tokens: Length of the prefix, a multiple of the group's tokens per block.
+
+Raises:
+    ArgumentError: A number does not fit; of a checked scheduler also an unknown request, the null block, a group that
+        hands nothing off, or tokens off the grid.
+    IndexError: The configuration has no such group.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "preempted",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request) {
@@ -459,7 +509,11 @@ Args:
           "request"_a, R"(The request has lost its blocks and will start again.
 
 Args:
-    request: The request.)")
+    request: The request.
+
+Raises:
+    ArgumentError: A number does not fit; of a checked scheduler also an unknown request, or acquired blocks not taken.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "finished",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request, bool aborted) {
@@ -472,7 +526,11 @@ Args:
 
 Args:
     request: The request.
-    aborted: It was ended from outside.)")
+    aborted: It was ended from outside.
+
+Raises:
+    ArgumentError: A number does not fit; of a checked scheduler also an unknown request, or acquired blocks not taken.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "end_step",
           [](BoundScheduler& b) {
@@ -485,7 +543,11 @@ Args:
           R"(Sends the step's lookups as one call and hands over the step's jobs.
 
 Returns:
-    The plan, for every worker; often empty.)")
+    The plan, for every worker; often empty.
+
+Raises:
+    ArgumentError: Of a checked scheduler: acquired blocks, released blocks or load ends have not been taken.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "report",
           [](BoundScheduler& b, nb::handle data) {
@@ -501,8 +563,12 @@ Args:
     data: One or several reports, one behind the other.
 
 Returns:
-    False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
-    scheduler raises MismatchError instead.)")
+    False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.
+
+Raises:
+    ArgumentError: `data` is no contiguous bytes.
+    MismatchError: Of a checked scheduler, instead of False; the rest has been taken.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "rank_gone",
           [](BoundScheduler& b, const Whole<std::uint32_t>& rank) {
@@ -518,7 +584,11 @@ Of all jobs planned so far the rank counts as failed and quiet. Never for a proc
 in blocks that are somebody else's. A worker that takes its place must get no plan of before.
 
 Args:
-    rank: Its number.)")
+    rank: Its number.
+
+Raises:
+    ArgumentError: A number does not fit; of a checked scheduler also a rank that the configuration does not have.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "take_load_ends",
           [](BoundScheduler& b) {
@@ -529,7 +599,10 @@ Args:
           R"(Loads that have ended since the last call.
 
 Returns:
-    A list; each load appears once.)")
+    A list; each load appears once.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "take_changes",
           [](BoundScheduler& b) {
@@ -540,7 +613,10 @@ Returns:
           R"(What every rank has stored, and what a load no longer found or found damaged, since the last call.
 
 Returns:
-    A list, in order; empty unless `tell_changes` was set.)")
+    A list, in order; empty unless `tell_changes` was set.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "saving_requests",
           [](BoundScheduler& b) {
@@ -554,7 +630,10 @@ Returns:
           R"(Requests of which a save is in flight: changes may still name these and no other one that has finished.
 
 Returns:
-    Their numbers.)")
+    Their numbers.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "take_acquired",
           [](BoundScheduler& b) {
@@ -565,7 +644,10 @@ Returns:
           R"(Blocks that need one more reference, to be added before any block is freed.
 
 Returns:
-    Block ids, in order; an id may appear more than once.)")
+    Block ids, in order; an id may appear more than once.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "take_released",
           [](BoundScheduler& b) {
@@ -576,7 +658,11 @@ Returns:
           R"(Blocks that need one reference less.
 
 Returns:
-    Block ids, in order; an id may appear more than once.)")
+    Block ids, in order; an id may appear more than once.
+
+Raises:
+    ArgumentError: Of a checked scheduler: acquired blocks have not been taken.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "has_pending_work",
           [](BoundScheduler& b) {
@@ -592,7 +678,10 @@ Returns:
           R"(How the store is doing, as of the last step. Each change is one log line.
 
 Returns:
-    "healthy", "off", or "degraded: " and the reasons.)")
+    "healthy", "off", or "degraded: " and the reasons.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "flight_record",
           [](BoundScheduler& b, const Whole<std::size_t>& most) {
@@ -605,7 +694,11 @@ Args:
     most: At most so many events.
 
 Returns:
-    A line for each, oldest first.)")
+    A line for each, oldest first.
+
+Raises:
+    ArgumentError: A number does not fit.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "counters",
           [](BoundScheduler& b) {
@@ -630,7 +723,10 @@ Returns:
 
 Returns:
     By name of the duration: "count", "sum_us", and how many took at most so many microseconds and more than the bound
-    before it, "up_to_us_" and the bound.)")
+    before it, "up_to_us_" and the bound.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "close",
           [](BoundScheduler& b, double timeout_seconds) {
@@ -646,7 +742,10 @@ Args:
     timeout_seconds: Longest wait for lookups in flight.
 
 Returns:
-    Lookups that did not end.)");
+    Lookups that did not end.
+
+Raises:
+    ArgumentError: The timeout is below 0, or another call runs.)");
 }
 
 }  // namespace kvprism::bindings

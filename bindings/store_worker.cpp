@@ -87,7 +87,11 @@ Args:
     ready: Says when the bytes that the plan saves are in memory.
 
 Returns:
-    Whether the plan was accepted. The jobs of a refused one are reported as failed.)")
+    Whether the plan was accepted. The jobs of a refused one are reported as failed.
+
+Raises:
+    ArgumentError: A simulated engine has taken the worker over.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "submit",
           [](BoundWorker& w, nb::handle data, const ReadyToken& ready) {
@@ -98,7 +102,11 @@ Returns:
           "plan"_a, "ready"_a,
           nb::sig("def submit(self, plan: bytes | bytearray | memoryview, ready: ReadyToken) -> "
                   "SubmitResult"),
-          R"(Takes an encoded plan, as bytes or a buffer.)")
+          R"(Takes an encoded plan, as bytes or a buffer.
+
+Raises:
+    ArgumentError: `plan` is no contiguous bytes, or a simulated engine has taken the worker over.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "poll",
           [](BoundWorker& w) {
@@ -137,7 +145,11 @@ Args:
     timeout_seconds: Longest wait.
 
 Returns:
-    A report for the scheduler, or None when nothing has happened.)")
+    A report for the scheduler, or None when nothing has happened.
+
+Raises:
+    ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.
+    ClosedError: After `close`, or in a forked child.)")
       .def(
           "counters", [](BoundWorker& w) { return to_dict(w.counters()); },
           nb::sig("def counters(self) -> dict[str, int]"), "Counters by name.")
@@ -166,7 +178,10 @@ Args:
     timeout_seconds: Longest wait.
 
 Returns:
-    Calls that may still touch the memory, which must then stay mapped: a kept reference to the segment map sees to it.)");
+    Calls that may still touch the memory, which must then stay mapped: a kept reference to the segment map sees to it.
+
+Raises:
+    ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.)");
 }
 
 }  // namespace kvprism::bindings

@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests/python/reference/_core.pyi"
 
 
+def constructible(cls: type) -> bool:
+    """Whether a bound class has a constructor of its own: nanobind then tells its signature."""
+    made = vars(cls).get("__init__")
+    return (getattr(made, "__doc__", None) or "").startswith("__init__(")
+
+
 def public_callables() -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for module in (kvprism, kvprism.hash):
@@ -25,8 +31,10 @@ def public_callables() -> list[tuple[str, Any]]:
             thing = getattr(module, name)
             found.append((name, thing))
             if inspect.isclass(thing) and not issubclass(thing, Exception):
-                members = vars(thing).items()
-                found += [(f"{name}.{n}", m) for n, m in members if not n.startswith("_")]
+                members = [(n, m) for n, m in vars(thing).items() if not n.startswith("_")]
+                if constructible(thing):
+                    members.append(("__init__", vars(thing)["__init__"]))
+                found += [(f"{name}.{n}", m) for n, m in members]
     return [(name, thing) for name, thing in found if name != "__version__"]
 
 
@@ -69,6 +77,18 @@ def test_functions_of_several_arguments_tell_each() -> None:
             text = docstring(thing)
             untold += [f"{name}({each})" for each in names if f"\n    {each}: " not in text]
     assert untold == []
+
+
+def test_calls_of_the_store_tell_their_errors() -> None:
+    silent = []
+    for cls in (kvprism.StoreScheduler, kvprism.StoreWorker):
+        for name, thing in vars(cls).items():
+            bound = docstring(thing).startswith(f"{name}(")
+            if (bound and not name.startswith("__")) or name == "__init__":
+                told = re.search(r"\nRaises:\n    \w*Error: ", docstring(thing))
+                if parameters(thing) and told is None:
+                    silent.append(f"{cls.__name__}.{name}")
+    assert silent == []
 
 
 def test_stub_is_that_of_the_reviewed_interface() -> None:

@@ -135,7 +135,16 @@ class SpecRegistry:
 class GroupId:
     """Position of a group in the engine's list of all KV cache groups."""
 
-    def __init__(self, value: int) -> None: ...
+    def __init__(self, value: int) -> None:
+        """
+        Wraps a position.
+
+        Args:
+            value: The position, from 0.
+
+        Raises:
+            ArgumentError: It does not fit into 32 bits.
+        """
 
     @property
     def value(self) -> int:
@@ -154,7 +163,16 @@ class GroupId:
 class TransferIndex:
     """Position of a group in the transfer projection."""
 
-    def __init__(self, value: int) -> None: ...
+    def __init__(self, value: int) -> None:
+        """
+        Wraps a position.
+
+        Args:
+            value: The position, from 0.
+
+        Raises:
+            ArgumentError: It does not fit into 32 bits.
+        """
 
     @property
     def value(self) -> int:
@@ -173,7 +191,16 @@ class TransferIndex:
 class StoreIndex:
     """Position of a group in the store projection."""
 
-    def __init__(self, value: int) -> None: ...
+    def __init__(self, value: int) -> None:
+        """
+        Wraps a position.
+
+        Args:
+            value: The position, from 0.
+
+        Raises:
+            ArgumentError: It does not fit into 32 bits.
+        """
 
     @property
     def value(self) -> int:
@@ -648,7 +675,21 @@ class BlockHasher:
 class HitGroup:
     """What a hit search knows of a group."""
 
-    def __init__(self, *, rule: str, chunk_tokens: int, window: int = 0, draft: bool = False, unit_tokens: int = 0, family: int) -> None: ...
+    def __init__(self, *, rule: str, chunk_tokens: int, window: int = 0, draft: bool = False, unit_tokens: int = 0, family: int) -> None:
+        """
+        Describes a group by what its hits depend on.
+
+        Args:
+            rule: "prefix", "window", "chunk", "last_state" or "never".
+            chunk_tokens: Tokens per block.
+            window: Tokens of the window or attention chunk; without meaning for other rules.
+            draft: Whether a hit needs one more object behind it.
+            unit_tokens: Tokens between prefixes that may have an object, a divisor of `chunk_tokens`, which 0 means.
+            family: Any number, equal for groups with equal specs.
+
+        Raises:
+            ArgumentError: No such rule, or a number is out of range.
+        """
 
     @property
     def rule(self) -> str:
@@ -683,7 +724,13 @@ class HitSearch:
     The longest usable prefix over several groups, for many existence maps a call. A map has a byte for each hash of a group, the groups one after another. One thread at a time.
     """
 
-    def __init__(self, projection: Projection) -> None: ...
+    def __init__(self, projection: Projection) -> None:
+        """
+        Searches over the stored groups.
+
+        Args:
+            projection: Its groups, step, tokens per hash and hit alignment; not kept.
+        """
 
     @staticmethod
     def of_groups(groups: Sequence[HitGroup], *, step: int, unit: int, alignment: int) -> HitSearch:
@@ -808,7 +855,19 @@ class HitSearch:
 class RankPosition:
     """A rank's place in the parallel arrangement."""
 
-    def __init__(self, *, tp: int = 0, pp: int = 0, pcp: int = 0, dcp: int = 0) -> None: ...
+    def __init__(self, *, tp: int = 0, pp: int = 0, pcp: int = 0, dcp: int = 0) -> None:
+        """
+        Names a place.
+
+        Args:
+            tp: Tensor rank, from 0.
+            pp: Pipeline rank, from 0.
+            pcp: Prefill context rank, from 0.
+            dcp: Decode context rank, from 0.
+
+        Raises:
+            ArgumentError: A number does not fit into 32 bits.
+        """
 
     @property
     def tp(self) -> int:
@@ -1520,7 +1579,8 @@ class StoreScheduler:
     The engine's scheduler side of the store.
 
     It decides what is looked up, loaded and saved, and holds references on the blocks that jobs use. No call blocks; every
-    call is harmless for unknown requests and may be repeated. One call at a time, from any thread.
+    call is harmless for unknown requests and may be repeated. One call at a time, from any thread: a second one raises
+    ArgumentError. A checked scheduler raises ArgumentError for calls out of order; a refused call does nothing.
 
     Block tables are given as `rows`, one row for each group of the configuration: lists, integer arrays, or bytes that hold
     native 32-bit integers. `hashes` are the engine's block hashes: a list of bytes, an array of shape (count, width), or
@@ -1572,7 +1632,8 @@ class StoreScheduler:
             mode: "read_write", "read_only", "write_only" or "off", within what `loads` and `saves` allow.
 
         Raises:
-            Error: No such mode.
+            ArgumentError: No such mode.
+            ClosedError: After `close`, or in a forked child.
         """
 
     @property
@@ -1586,6 +1647,9 @@ class StoreScheduler:
         From now on nothing is looked up, loaded or saved until it is done, which the following steps see to: first jobs in
         flight end, on every rank. A load that is overtaken fails as a whole. What requests of now have computed is not saved
         any more. Objects that another engine reads or looks up meanwhile stay: purge on all engines of the namespace.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def purge_status(self) -> dict[str, str | int]:
@@ -1595,6 +1659,9 @@ class StoreScheduler:
         Returns:
             "state": "none", "draining" (jobs in flight end), "removing", "waiting" (for leases, or for a store that does not
             answer) or "done"; "removed" objects; "passes" over the store.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def restrict(self, request: int, *, load: bool = True, save: bool = True) -> None:
@@ -1605,6 +1672,10 @@ class StoreScheduler:
             request: The request; begun by this call if it is unknown.
             load: Whether it may load.
             save: Whether it may be saved.
+
+        Raises:
+            ArgumentError: A number does not fit.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def lookup(self, request: int, prompt_tokens: int, hashes: object, local_tokens: int = 0) -> int | None:
@@ -1619,6 +1690,11 @@ class StoreScheduler:
 
         Returns:
             The number of tokens, 0 for none, or None: ask again in the next step.
+
+        Raises:
+            ArgumentError: A number does not fit, or the hashes are none of the forms or not of 16 to 64 bytes; of a checked
+                scheduler also a hit off the grid, hashes that do not continue the known ones, or a request that waits for a load.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def allocated(self, request: int, external_tokens: int, rows: object) -> int | None:
@@ -1632,6 +1708,11 @@ class StoreScheduler:
 
         Returns:
             The load's job, whose end `take_load_ends` tells, or None: nothing is loaded.
+
+        Raises:
+            ArgumentError: A number does not fit, or a row holds no block ids; of a checked scheduler also an unknown request,
+                other tokens than those offered, or tables that do not cover them.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def prompt(self, request: int, prompt_tokens: int) -> None:
@@ -1643,6 +1724,10 @@ class StoreScheduler:
         Args:
             request: The request.
             prompt_tokens: Tokens of its prompt.
+
+        Raises:
+            ArgumentError: A number does not fit.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def advanced(self, request: int, accepted_tokens: int, hashes: object = None, first_hash: int = 0) -> None:
@@ -1654,6 +1739,11 @@ class StoreScheduler:
             accepted_tokens: May shrink, when draft tokens are rejected.
             hashes: Hashes of the request; those known already are skipped.
             first_hash: Index of the first of them; at most `known_hashes`.
+
+        Raises:
+            ArgumentError: A number does not fit, or the hashes are none of the forms or not of 16 to 64 bytes; of a checked
+                scheduler also hashes that do not continue the known ones, an open offer, or a request that waits for a load.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def known_hashes(self, request: int) -> int:
@@ -1665,6 +1755,10 @@ class StoreScheduler:
 
         Returns:
             Their number; 0 for unknown requests.
+
+        Raises:
+            ArgumentError: A number does not fit.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def wants_save(self, request: int) -> tuple[int, int] | None:
@@ -1676,6 +1770,10 @@ class StoreScheduler:
 
         Returns:
             First and end token of the range, or None.
+
+        Raises:
+            ArgumentError: A number does not fit; of a checked scheduler also an unknown request.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def save(self, request: int, range: tuple[int, int], rows: object) -> None:
@@ -1686,6 +1784,11 @@ class StoreScheduler:
             request: The request.
             range: What `wants_save` returned, or a shorter range from the same token.
             rows: Block tables of this step, a row for each group; null blocks are never read.
+
+        Raises:
+            ArgumentError: A number does not fit, or a row holds no block ids; of a checked scheduler also an unknown request, a
+                range that `wants_save` did not return, or tables that do not cover it.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def boundary(self, request: int, group: GroupId, block: int, tokens: int) -> None:
@@ -1697,6 +1800,12 @@ class StoreScheduler:
             group: The group.
             block: Block that holds the state.
             tokens: Length of the prefix, a multiple of the group's tokens per block.
+
+        Raises:
+            ArgumentError: A number does not fit; of a checked scheduler also an unknown request, the null block, a group that
+                hands nothing off, or tokens off the grid.
+            IndexError: The configuration has no such group.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def preempted(self, request: int) -> None:
@@ -1705,6 +1814,10 @@ class StoreScheduler:
 
         Args:
             request: The request.
+
+        Raises:
+            ArgumentError: A number does not fit; of a checked scheduler also an unknown request, or acquired blocks not taken.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def finished(self, request: int, aborted: bool = False) -> None:
@@ -1714,6 +1827,10 @@ class StoreScheduler:
         Args:
             request: The request.
             aborted: It was ended from outside.
+
+        Raises:
+            ArgumentError: A number does not fit; of a checked scheduler also an unknown request, or acquired blocks not taken.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def end_step(self) -> StepPlan:
@@ -1722,6 +1839,10 @@ class StoreScheduler:
 
         Returns:
             The plan, for every worker; often empty.
+
+        Raises:
+            ArgumentError: Of a checked scheduler: acquired blocks, released blocks or load ends have not been taken.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def report(self, data: bytes | bytearray | memoryview) -> bool:
@@ -1732,8 +1853,12 @@ class StoreScheduler:
             data: One or several reports, one behind the other.
 
         Returns:
-            False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`; a checked
-            scheduler raises MismatchError instead.
+            False when some of it could not be taken, and was counted as `reports_malformed` or `reports_foreign`.
+
+        Raises:
+            ArgumentError: `data` is no contiguous bytes.
+            MismatchError: Of a checked scheduler, instead of False; the rest has been taken.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def rank_gone(self, rank: int) -> None:
@@ -1745,6 +1870,10 @@ class StoreScheduler:
 
         Args:
             rank: Its number.
+
+        Raises:
+            ArgumentError: A number does not fit; of a checked scheduler also a rank that the configuration does not have.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def take_load_ends(self) -> list[LoadEnd]:
@@ -1753,6 +1882,9 @@ class StoreScheduler:
 
         Returns:
             A list; each load appears once.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def take_changes(self) -> list[StoreChange]:
@@ -1761,6 +1893,9 @@ class StoreScheduler:
 
         Returns:
             A list, in order; empty unless `tell_changes` was set.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def saving_requests(self) -> set[int]:
@@ -1769,6 +1904,9 @@ class StoreScheduler:
 
         Returns:
             Their numbers.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def take_acquired(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
@@ -1777,6 +1915,9 @@ class StoreScheduler:
 
         Returns:
             Block ids, in order; an id may appear more than once.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def take_released(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
@@ -1785,6 +1926,10 @@ class StoreScheduler:
 
         Returns:
             Block ids, in order; an id may appear more than once.
+
+        Raises:
+            ArgumentError: Of a checked scheduler: acquired blocks have not been taken.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def has_pending_work(self) -> bool:
@@ -1803,6 +1948,9 @@ class StoreScheduler:
 
         Returns:
             "healthy", "off", or "degraded: " and the reasons.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def flight_record(self, most: int = 4096) -> str:
@@ -1814,6 +1962,10 @@ class StoreScheduler:
 
         Returns:
             A line for each, oldest first.
+
+        Raises:
+            ArgumentError: A number does not fit.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def counters(self) -> dict[str, int | dict[str, int]]:
@@ -1828,6 +1980,9 @@ class StoreScheduler:
         Returns:
             By name of the duration: "count", "sum_us", and how many took at most so many microseconds and more than the bound
             before it, "up_to_us_" and the bound.
+
+        Raises:
+            ClosedError: After `close`, or in a forked child.
         """
 
     def close(self, timeout_seconds: float = 5.0) -> int:
@@ -1839,6 +1994,9 @@ class StoreScheduler:
 
         Returns:
             Lookups that did not end.
+
+        Raises:
+            ArgumentError: The timeout is below 0, or another call runs.
         """
 
 class StoreWorker:
@@ -1880,11 +2038,21 @@ class StoreWorker:
 
         Returns:
             Whether the plan was accepted. The jobs of a refused one are reported as failed.
+
+        Raises:
+            ArgumentError: A simulated engine has taken the worker over.
+            ClosedError: After `close`, or in a forked child.
         """
 
     @overload
     def submit(self, plan: bytes | bytearray | memoryview, ready: ReadyToken) -> SubmitResult:
-        """Takes an encoded plan, as bytes or a buffer."""
+        """
+        Takes an encoded plan, as bytes or a buffer.
+
+        Raises:
+            ArgumentError: `plan` is no contiguous bytes, or a simulated engine has taken the worker over.
+            ClosedError: After `close`, or in a forked child.
+        """
 
     def poll(self) -> bytes | None:
         """
@@ -1903,6 +2071,10 @@ class StoreWorker:
 
         Returns:
             A report for the scheduler, or None when nothing has happened.
+
+        Raises:
+            ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.
+            ClosedError: After `close`, or in a forked child.
         """
 
     def counters(self) -> dict[str, int]:
@@ -1924,6 +2096,9 @@ class StoreWorker:
 
         Returns:
             Calls that may still touch the memory, which must then stay mapped: a kept reference to the segment map sees to it.
+
+        Raises:
+            ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.
         """
 
 class RankLoadEnd:
@@ -1953,7 +2128,8 @@ class RankLoads:
     the scheduler's process. One call at a time.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(self) -> None:
+        """Knows of no loads yet."""
 
     def expect(self, plan: bytes | bytearray | memoryview) -> None:
         """
