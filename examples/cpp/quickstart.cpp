@@ -49,14 +49,15 @@ int main() {
   const HashList hashes{hash_bytes.data(), 3, 16};
   std::vector<std::byte> memory(8 * kPage);
   std::memset(memory.data() + kPage, 0xaa, 3 * kPage);  // request 1 has computed 48 tokens
+  const CacheTensor tensor{
+      .base = memory.data(), .bytes = memory.size(), .layers = {"l0"}, .block_stride = kPage};
+  WorkerReport report;
 
   // [readme]
   const SpecRegistry registry = SpecRegistry::builtin();
   const auto projection = Projection::make(cache_config_from_json(kConfig, registry), registry);
   const auto schema =
       KeySchema::kvprism(projection, {.model = "my-model", .hash_algorithm = "sha256_cbor"});
-  const CacheTensor tensor{
-      .base = memory.data(), .bytes = memory.size(), .layers = {"l0"}, .block_stride = kPage};
   const auto map = SegmentMap::make(projection, {tensor});
   const auto store = std::make_shared<MemoryStore>(std::make_shared<MemoryPool>());
   StoreScheduler scheduler(schema, store, {.epoch = 0x5eed});
@@ -67,9 +68,7 @@ int main() {
   scheduler.advanced(RequestId{1}, 48, hashes);
   scheduler.save(RequestId{1}, scheduler.wants_save(RequestId{1}, now), BlockRows(rows), now);
   worker.submit(scheduler.end_step(now).view(), ReadyToken::host());  // the bytes are there
-  while (worker.pump(now)) {  // a PumpThread does this for an engine
-  }
-  WorkerReport report;
+  while (worker.pump(now)) continue;  // a PumpThread does this for an engine
   while (worker.poll(report)) scheduler.report(report, now);
   // [readme]
 

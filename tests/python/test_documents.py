@@ -102,6 +102,8 @@ void hash() {
         + "}\n"
         + step
         + "int main() {\n  std::vector<std::byte> memory(8 * kPage);\n"
+        + "  const CacheTensor tensor{.base = memory.data(), .bytes = memory.size(), "
+        + '.layers = {"l0"}, .block_stride = kPage};\n'
         + setup
         + """
   EngineScheduler scheduler(schema, store, {.epoch = 0x5eed});

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_code_is_an_excerpt_of_the_example(language: str, example: str) -> None:
     (code,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code in (ROOT / example).read_text()
+    assert len([line for line in code.splitlines() if line]) <= 15
 
 
 def test_make_targets_exist() -> None:
