@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import kvprism
@@ -28,6 +29,23 @@ def test_other_builds_find_it_by_entry_point() -> None:
     (entry,) = importlib.metadata.entry_points(group="cmake.prefix", name="kvprism")
     folders = [Path(folder) for folder in importlib.import_module(entry.value).__path__]
     assert any((folder / CONFIG).is_file() for folder in folders), folders
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[=<>]", requirement)[0] for requirement in requirements}
+
+
+def test_what_the_tests_need_is_told_alike_everywhere() -> None:
+    """numpy is a dependency of the package itself."""
+    lines = (ROOT / "scripts/requirements-test.txt").read_text("utf-8").split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    (numpy,) = project["project"]["dependencies"]
+    extra = project["project"]["optional-dependencies"]["test"]
+    assert names([numpy, *extra]) == names(lines)
+    assert project["dependency-groups"]["test"] == extra
+    (mooncake,) = project["project"]["optional-dependencies"]["mooncake"]
+    assert mooncake in extra
+    assert mooncake in lines
 
 
 def test_one_version() -> None:
