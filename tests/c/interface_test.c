@@ -277,11 +277,13 @@ static void mooncake_says_what_is_wrong(void) {
   CHECK(options.max_region_bytes == 0 && options.unknown_build == 0 && options.max_attempts == 0);
   CHECK(options.stuck_after_ns == 65000000000 && options.first_retry_ns == 100000000);
   CHECK(options.max_retry_ns == 10000000000 && options.close_budget_ns == 5000000000);
+  CHECK(options.region_timeout_ns == 120000000000 && options.probe_interval_ns == 1000000000);
   CHECK(options.queue_limit == 256 && options.max_retired == 8);
   /* 0 is the default: only the master is missing. */
   options.max_slices_per_call = options.max_retired = 0;
   options.max_bytes_per_call = options.queue_limit = 0;
   options.stuck_after_ns = options.first_retry_ns = options.max_retry_ns = 0;
+  options.region_timeout_ns = options.probe_interval_ns = 0;
   CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
   CHECK(kvprism_error_num_problems(error) == 1);
   kvprism_error_free(error);
@@ -290,12 +292,15 @@ static void mooncake_says_what_is_wrong(void) {
   options.max_slices_per_call = 8193;
   options.unknown_build = 2;
   options.stuck_after_ns = options.first_retry_ns = options.max_retry_ns = -1;
+  options.region_timeout_ns = options.probe_interval_ns = -1;
   CHECK(kvprism_mooncake_store_new(&options, &store, &error) == KVPRISM_INVALID_CONFIG);
-  CHECK(kvprism_error_num_problems(error) == 7);
+  CHECK(kvprism_error_num_problems(error) == 9);
   const char* const wanted[] = {"max_region_bytes = 1: expected 0 or at least 1048576 bytes",
                                 "max_slices_per_call = 8193: expected between 1 and 8192",
                                 "unknown_build = 2: expected 0 (refuse) or 1 (probe)",
                                 "stuck_after = -1: expected positive",
+                                "region_timeout = -1: expected positive",
+                                "probe_interval = -1: expected positive",
                                 "first_retry = -1: expected positive",
                                 "max_retry = -1: expected positive"};
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; ++i)

@@ -277,13 +277,15 @@ typedef struct kvprism_mooncake_options {
   int32_t unknown_build; /* 0: a build that is not known is refused; 1: it is tried first, in a
                             process of its own */
   /* Of BlockingStoreOptions: */
-  int64_t stuck_after_ns;  /* a call that takes longer is given up, and its client replaced */
-  int64_t first_retry_ns;  /* pause after a failure to make a client; doubles each time */
-  int64_t max_retry_ns;    /* longest pause */
-  int64_t close_budget_ns; /* how long kvprism_store_free waits for a store that is not closed */
-  uint64_t queue_limit;    /* operations waiting, of each kind */
-  uint32_t max_retired;    /* clients that still have calls; at the limit none is made */
-  uint32_t max_attempts;   /* failures in a row before giving up for good. By default: never */
+  int64_t stuck_after_ns;    /* a call that takes longer is given up, and its client replaced */
+  int64_t region_timeout_ns; /* how long a worker's making and end wait for a registration */
+  int64_t probe_interval_ns; /* between questions to a service that did not answer */
+  int64_t first_retry_ns;    /* pause after a failure to make a client; doubles each time */
+  int64_t max_retry_ns;      /* longest pause */
+  int64_t close_budget_ns;   /* how long kvprism_store_free waits for a store that is not closed */
+  uint64_t queue_limit;      /* operations waiting, of each kind */
+  uint32_t max_retired;      /* clients that still have calls; at the limit none is made */
+  uint32_t max_attempts;     /* failures in a row before giving up for good. By default: never */
 } kvprism_mooncake_options;
 
 KVPRISM_API kvprism_status kvprism_memory_pool_options_init(kvprism_memory_pool_options* options,

@@ -153,6 +153,7 @@ kvprism_status kvprism_store_counters(const kvprism_store* store, kvprism_counte
     visitor(context, "remove_calls", c.remove_calls);
     visitor(context, "queue_full", c.queue_full);
     visitor(context, "circuit_open", c.circuit_open);
+    visitor(context, "probes", c.probes);
     visitor(context, "expired", c.expired);
     visitor(context, "late_calls", c.late_calls);
     visitor(context, "stuck_calls", c.stuck_calls);

@@ -31,6 +31,8 @@ BlockingStoreOptions to_blocking(const kvprism_mooncake_options& given) {
   BlockingStoreOptions options;
   options.setup_timeout = Duration{given.setup_timeout_ns};
   set_unless_0(given.stuck_after_ns, options.stuck_after);
+  set_unless_0(given.region_timeout_ns, options.region_timeout);
+  set_unless_0(given.probe_interval_ns, options.probe_interval);
   set_unless_0(given.first_retry_ns, options.first_retry);
   set_unless_0(given.max_retry_ns, options.max_retry);
   set_unless_0(given.close_budget_ns, options.close_budget);
@@ -126,6 +128,8 @@ kvprism_status kvprism_mooncake_options_init(kvprism_mooncake_options* options, 
                                        .max_slices_per_call = mooncake.max_slices_per_call,
                                        .unknown_build = 0,
                                        .stuck_after_ns = blocking.stuck_after.ns,
+                                       .region_timeout_ns = blocking.region_timeout.ns,
+                                       .probe_interval_ns = blocking.probe_interval.ns,
                                        .first_retry_ns = blocking.first_retry.ns,
                                        .max_retry_ns = blocking.max_retry.ns,
                                        .close_budget_ns = blocking.close_budget.ns,
