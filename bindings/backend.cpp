@@ -246,7 +246,10 @@ void bind_pool(nb::module_& m) {
 Args:
     capacity_bytes: Most bytes of all objects; 0 for no limit.
     evict: Make room by dropping the least recently used object; otherwise a full pool refuses.
-    unfinished_for_seconds: An object whose writer died may be written again after this.)")
+    unfinished_for_seconds: An object whose writer died may be written again after this.
+
+Raises:
+    ConfigError: A number is out of range.)")
       .def(
           "counters", [](const MemoryPool& p) { return to_counters(p.counters()); },
           "Counters by name.")
@@ -330,7 +333,10 @@ Args:
     timeout_seconds: Longest wait.
 
 Returns:
-    Operations that did not end.)");
+    Operations that did not end.
+
+Raises:
+    ArgumentError: The timeout is below 0.)");
 }
 
 void bind_mooncake(nb::module_& m) {
@@ -438,7 +444,10 @@ Args:
     max_bytes_per_call: Bytes per call; 0 for no limit.
 
 Returns:
-    The store.)");
+    The store.
+
+Raises:
+    ConfigError: A number is out of range.)");
   bind_mooncake(m);
   m.def("inject_faults", &inject_faults, "store"_a, nb::kw_only(), "seed"_a = 1,
         "delay_seconds"_a = 0.02, "late_seconds"_a = 0.1, "lookup_late_seconds"_a = 1.0,

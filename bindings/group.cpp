@@ -445,7 +445,13 @@ Returns:
           [](const ProjectionPtr& p, const PyGroupId& id) {
             return GroupRow{p, checked(id, p->num_groups(), "GroupId")};
           },
-          "index"_a, "The row of a group, found by any of its three indices.")
+          "index"_a, R"(The row of a group, found by any of its three indices.
+
+Args:
+    index: One of them.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "group",
           [](const ProjectionPtr& p, const PyTransferIndex& index) {
@@ -464,7 +470,13 @@ Returns:
           [](const Projection& p, const PyTransferIndex& index) {
             return box(p.group_id(checked(index, p.num_transfer_groups(), "TransferIndex")));
           },
-          "index"_a, "The engine's id of a group in a projection.")
+          "index"_a, R"(The engine's id of a group in a projection.
+
+Args:
+    index: Its position there.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "group_id",
           [](const Projection& p, const PyStoreIndex& index) {
@@ -477,20 +489,38 @@ Returns:
             return box_or_none(p.transfer_index(checked(id, p.num_groups(), "GroupId")));
           },
           "id"_a, nb::sig("def transfer_index(self, id: GroupId) -> TransferIndex | None"),
-          "Position in the transfer projection; None means: skip the group, never shift.")
+          R"(Position in the transfer projection; None means: skip the group, never shift.
+
+Args:
+    id: The engine's id.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "store_index",
           [](const Projection& p, const PyGroupId& id) {
             return box_or_none(p.store_index(checked(id, p.num_groups(), "GroupId")));
           },
           "id"_a, nb::sig("def store_index(self, id: GroupId) -> StoreIndex | None"),
-          "Position in the store projection; None means: skip the group, never shift.")
+          R"(Position in the store projection; None means: skip the group, never shift.
+
+Args:
+    id: The engine's id.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "why_not_stored",
           [](const Projection& p, const PyGroupId& id) {
             return p.why_not_stored(checked(id, p.num_groups(), "GroupId"));
           },
-          "id"_a, "Why a group is not storable; empty when it is.")
+          "id"_a, R"(Why a group is not storable; empty when it is.
+
+Args:
+    id: The engine's id.
+
+Raises:
+    IndexError: There is no such group.)")
       .def_prop_ro(
           "digest", [](const Projection& p) { return to_hex(p.digest()); },
           "32 hex digits over what every rank must see alike.")

@@ -311,7 +311,10 @@ Args:
     groups: What each group needs, in store order.
     step: Granularity of saves in tokens.
     unit: Tokens per hash.
-    alignment: Tokens that hits are multiples of.)")
+    alignment: Tokens that hits are multiples of.
+
+Raises:
+    ArgumentError: There is no group, or the sizes do not fit each other.)")
       .def_prop_ro(
           "groups", [](Finder& finder) { return finder.search().groups(); },
           "The groups in store order.")
@@ -349,7 +352,10 @@ Args:
     hits: Tokens of the hit that was loaded, for each map.
 
 Returns:
-    Tokens for each map.)")
+    Tokens for each map.
+
+Raises:
+    ArgumentError: Sizes do not fit each other.)")
       .def("shared_prefixes", &shared_prefixes, "maps"_a, "hashes"_a, nb::kw_only(), "locals"_a,
            "probed"_a,
            nb::sig("def shared_prefixes(self, maps: typing.Any, hashes: int, *, locals: "
@@ -363,7 +369,10 @@ Args:
     probed: Tokens up to which the store was asked, for each map.
 
 Returns:
-    Tokens for each map, a multiple of ``step``; 0 without a group that needs all of a prefix.)")
+    Tokens for each map, a multiple of ``step``; 0 without a group that needs all of a prefix.
+
+Raises:
+    ArgumentError: Sizes do not fit each other.)")
       .def("tails", &tails, "maps"_a, "hashes"_a, nb::kw_only(), "hits"_a,
            nb::sig("def tails(self, maps: typing.Any, hashes: int, *, hits: typing.Any) -> "
                    "list[int]"),
@@ -375,7 +384,10 @@ Args:
     hits: Tokens of the hit, for each map.
 
 Returns:
-    Tokens for each map and group.)")
+    Tokens for each map and group.
+
+Raises:
+    ArgumentError: Sizes do not fit each other.)")
       .def("load_ranges", &load_ranges, "hit"_a, "local"_a = 0,
            R"(Chunks of each group that a load fetches.
 
@@ -424,7 +436,10 @@ Args:
     prompt_tokens: Length of the prompt, from whose end it may be replayed.
 
 Returns:
-    Bytes for each group.)");
+    Bytes for each group.
+
+Raises:
+    ArgumentError: A number does not fit.)");
 }
 
 }  // namespace kvprism::bindings

@@ -165,7 +165,13 @@ Raises:
                 schema.shards(checked(group, schema.projection().num_store_groups(), "StoreIndex"));
             return std::vector<RankPosition>(shards.begin(), shards.end());
           },
-          "group"_a, "Positions whose shards must all exist for a chunk to count as present.")
+          "group"_a, R"(Positions whose shards must all exist for a chunk to count as present.
+
+Args:
+    group: Which one.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "shard_of",
           [](const KeySchema& schema, const PyStoreIndex& group, const RankPosition& rank) {
@@ -179,7 +185,10 @@ Args:
     rank: The rank's own position.
 
 Returns:
-    Its own, or the one that it shares with ranks of equal bytes.)")
+    Its own, or the one that it shares with ranks of equal bytes.
+
+Raises:
+    IndexError: There is no such group.)")
       .def(
           "stores",
           [](const KeySchema& schema, const PyStoreIndex& group, const RankPosition& rank,
@@ -196,7 +205,10 @@ Args:
     chunk: Number of the chunk.
 
 Returns:
-    True for one of the ranks.)")
+    True for one of the ranks.
+
+Raises:
+    IndexError: There is no such group.)")
       .def("keys", &keys_of, "group"_a, "hashes"_a, "shard"_a = RankPosition{},
            nb::sig("def keys(self, group: StoreIndex, hashes: typing.Any, shard: RankPosition = "
                    "...) -> list[str]"),

@@ -555,7 +555,15 @@ class Projection:
 
     @overload
     def group(self, index: GroupId) -> Group:
-        """The row of a group, found by any of its three indices."""
+        """
+        The row of a group, found by any of its three indices.
+
+        Args:
+            index: One of them.
+
+        Raises:
+            IndexError: There is no such group.
+        """
 
     @overload
     def group(self, index: TransferIndex) -> Group: ...
@@ -565,7 +573,15 @@ class Projection:
 
     @overload
     def group_id(self, index: TransferIndex) -> GroupId:
-        """The engine's id of a group in a projection."""
+        """
+        The engine's id of a group in a projection.
+
+        Args:
+            index: Its position there.
+
+        Raises:
+            IndexError: There is no such group.
+        """
 
     @overload
     def group_id(self, index: StoreIndex) -> GroupId: ...
@@ -573,15 +589,35 @@ class Projection:
     def transfer_index(self, id: GroupId) -> TransferIndex | None:
         """
         Position in the transfer projection; None means: skip the group, never shift.
+
+        Args:
+            id: The engine's id.
+
+        Raises:
+            IndexError: There is no such group.
         """
 
     def store_index(self, id: GroupId) -> StoreIndex | None:
         """
         Position in the store projection; None means: skip the group, never shift.
+
+        Args:
+            id: The engine's id.
+
+        Raises:
+            IndexError: There is no such group.
         """
 
     def why_not_stored(self, id: GroupId) -> str:
-        """Why a group is not storable; empty when it is."""
+        """
+        Why a group is not storable; empty when it is.
+
+        Args:
+            id: The engine's id.
+
+        Raises:
+            IndexError: There is no such group.
+        """
 
     @property
     def digest(self) -> str:
@@ -742,6 +778,9 @@ class HitSearch:
             step: Granularity of saves in tokens.
             unit: Tokens per hash.
             alignment: Tokens that hits are multiples of.
+
+        Raises:
+            ArgumentError: There is no group, or the sizes do not fit each other.
         """
 
     @property
@@ -787,6 +826,9 @@ class HitSearch:
 
         Returns:
             Tokens for each map.
+
+        Raises:
+            ArgumentError: Sizes do not fit each other.
         """
 
     def shared_prefixes(self, maps: Any, hashes: int, *, locals: Any, probed: Any) -> list[int]:
@@ -801,6 +843,9 @@ class HitSearch:
 
         Returns:
             Tokens for each map, a multiple of ``step``; 0 without a group that needs all of a prefix.
+
+        Raises:
+            ArgumentError: Sizes do not fit each other.
         """
 
     def tails(self, maps: Any, hashes: int, *, hits: Any) -> list[int]:
@@ -814,6 +859,9 @@ class HitSearch:
 
         Returns:
             Tokens for each map and group.
+
+        Raises:
+            ArgumentError: Sizes do not fit each other.
         """
 
     def load_ranges(self, hit: int, local: int = 0) -> list[tuple[int, int]]:
@@ -850,6 +898,9 @@ class HitSearch:
 
         Returns:
             Bytes for each group.
+
+        Raises:
+            ArgumentError: A number does not fit.
         """
 
 class RankPosition:
@@ -974,7 +1025,15 @@ class KeySchema:
         """What keys depend on beside ranks, group and hash, as (name, value)."""
 
     def shards(self, group: StoreIndex) -> list[RankPosition]:
-        """Positions whose shards must all exist for a chunk to count as present."""
+        """
+        Positions whose shards must all exist for a chunk to count as present.
+
+        Args:
+            group: Which one.
+
+        Raises:
+            IndexError: There is no such group.
+        """
 
     def shard_of(self, group: StoreIndex, rank: RankPosition) -> RankPosition:
         """
@@ -986,6 +1045,9 @@ class KeySchema:
 
         Returns:
             Its own, or the one that it shares with ranks of equal bytes.
+
+        Raises:
+            IndexError: There is no such group.
         """
 
     def stores(self, group: StoreIndex, rank: RankPosition, chunk: int) -> bool:
@@ -999,6 +1061,9 @@ class KeySchema:
 
         Returns:
             True for one of the ranks.
+
+        Raises:
+            IndexError: There is no such group.
         """
 
     def keys(self, group: StoreIndex, hashes: Any, shard: RankPosition = ...) -> list[str]:
@@ -1170,6 +1235,9 @@ class MemoryPool:
             capacity_bytes: Most bytes of all objects; 0 for no limit.
             evict: Make room by dropping the least recently used object; otherwise a full pool refuses.
             unfinished_for_seconds: An object whose writer died may be written again after this.
+
+        Raises:
+            ConfigError: A number is out of range.
         """
 
     def counters(self) -> dict[str, int]:
@@ -1245,6 +1313,9 @@ class ObjectStore:
 
         Returns:
             Operations that did not end.
+
+        Raises:
+            ArgumentError: The timeout is below 0.
         """
 
 def memory_store(pool: MemoryPool | None = None, *, latency_seconds: float = 0.0, max_segments_per_call: int = 0, max_bytes_per_call: int = 0) -> ObjectStore:
@@ -1259,6 +1330,9 @@ def memory_store(pool: MemoryPool | None = None, *, latency_seconds: float = 0.0
 
     Returns:
         The store.
+
+    Raises:
+        ConfigError: A number is out of range.
     """
 
 class MooncakeBuild:
