@@ -61,6 +61,9 @@ def test_a_service_is_used_and_may_die() -> None:
         engine = Engine(mooncake, metadata_server=url, global_segment_size=16 << 20)
         assert engine.stored(prompt(1)) == 3
         assert engine.loads_right(prompt(1))
+        # Each client lends memory; whoever first stores in another's asks the service where it is.
+        for more in range(10, 20):
+            assert engine.stored(prompt(more)) == 3
         process.kill()
         process.wait()
         assert engine.loads_right(prompt(1))
