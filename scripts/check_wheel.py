@@ -7,9 +7,8 @@ import configparser
 import re
 import sys
 import zipfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from source_files import source_files
 
 # What is built, and what says how to find it; the sources' own files come from the sources.
 REQUIRED = (
@@ -43,16 +42,18 @@ ENTRY_POINTS = {
 
 def of_the_sources() -> set[str]:
     """Every module and every header that users include."""
-    python = ROOT / "python"
-    headers = ROOT / "cpp/include"
-    modules = [path for path in python.rglob("*") if path.suffix in (".py", ".json", ".typed")]
-    names = {path.relative_to(python).as_posix() for path in modules}
-    names |= {
-        f"kvprism/include/{path.relative_to(headers).as_posix()}"
-        for path in headers.rglob("*.h")
-        if "kvprism/sim/" not in path.as_posix()
+    files = source_files()
+    modules = {
+        name.removeprefix("python/")
+        for name in files
+        if name.startswith("python/") and name.endswith((".py", ".json", "/py.typed"))
     }
-    return names
+    headers = {
+        "kvprism/include/" + name.removeprefix("cpp/include/")
+        for name in files
+        if name.startswith("cpp/include/kvprism/") and "/sim/" not in name
+    }
+    return modules | headers
 
 
 def entry_point_problems(text: str) -> list[str]:

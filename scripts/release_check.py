@@ -15,7 +15,7 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from source_files import ROOT, source_files
 
 # A build from the sdist needs these, and a user who reads it expects them.
 SDIST_FOLDERS = (
@@ -30,13 +30,6 @@ SDIST_FOLDERS = (
 )
 SDIST_FILES = ("CMakeLists.txt", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
 SDIST_FORBIDDEN = re.compile(r"\.(so|o|a|pyc|whl)$|(^|/)(build|\.venv[^/]*|__pycache__|\.ci)/")
-
-
-def tracked() -> set[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return {name for name in listed.stdout.split("\0") if name}
 
 
 def metadata_version(text: str) -> str:
@@ -89,7 +82,7 @@ def check_sdist(sdist: Path) -> list[str]:
     problems = [f"{name}: not in the sdist" for name in SDIST_FILES if name not in names]
     problems += [
         f"{name}: not in the sdist"
-        for name in sorted(tracked())
+        for name in sorted(source_files())
         if name.split("/")[0] in SDIST_FOLDERS and name not in names
     ]
     problems += [
