@@ -403,6 +403,24 @@ def format_findings(findings: Iterable[Finding]) -> str:
     return "\n".join([*(str(finding) for finding in listed), summary])
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a port between 1 and 65535")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'': expected host:port of a mooncake_master")
+    return text
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``kvprism doctor``."""
     parser.add_argument("--probe", action="store_true", help="exercise the installed library")
@@ -410,12 +428,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rdma-device", action="append", default=[], metavar="NAME", help="a device to be used"
     )
-    parser.add_argument("--master", default="", metavar="HOST:PORT", help="a master to reach")
+    parser.add_argument("--master", type=_address, metavar="HOST:PORT", help="a master to reach")
     parser.add_argument(
-        "--port", action="append", default=[], type=int, help="a port that must be free"
+        "--port", action="append", default=[], type=_port, help="a port that must be free"
     )
     parser.add_argument(
-        "--locked-bytes", type=int, default=0, metavar="N", help="bytes that RDMA must lock"
+        "--locked-bytes", type=_bytes, default=0, metavar="N", help="bytes that RDMA must lock"
     )
 
 
@@ -425,7 +443,7 @@ def run(args: argparse.Namespace) -> int:
         args.probe,
         protocol=args.protocol,
         rdma_devices=args.rdma_device,
-        master=args.master,
+        master=args.master or "",
         ports=args.port,
         locked_bytes=args.locked_bytes,
     )

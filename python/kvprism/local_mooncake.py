@@ -131,7 +131,8 @@ class LocalMooncake:
             self._installed = find_installed_mooncake()
         if self._installed is None:
             raise LocalMooncakeError(
-                "Mooncake is not installed: pip install mooncake-transfer-engine-non-cuda"
+                "Mooncake is not installed: "
+                "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="kvprism-mooncake-")
         try:

@@ -10,6 +10,8 @@ from ._core import replay_run
 
 # As cmp and diff have it.
 EXIT_DIFFERENT = 1
+_MAGIC = b"KVPR"
+_HEADER_BYTES = 4096  # more than any header, so that its magic number is what is told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
+def _read(path: Path) -> bytes:
+    """The recording; of anything else, which may have no end, only its beginning."""
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+        return head + file.read() if head == _MAGIC else head.ljust(_HEADER_BYTES, b"\0")
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    result = replay_run(args.file.read_bytes())
+    result = replay_run(_read(args.file))
     if args.json:
         print(json.dumps(result))
     else:

@@ -43,6 +43,13 @@ TEST(Error, ALongValueIsCutBetweenCharacters) {
   EXPECT_EQ(error.problems()[1].path, std::string(400, 'k'));
 }
 
+TEST(Error, ControlBytesAreShownAndDoNothing) {
+  const std::string value = std::string("A\0B", 3) + "\x1b[2J\n\x7f\u00fc";
+  const Error error(ErrorCode::kInvalidConfig, "cache config", {{"a\tb", value, "less", {}}});
+  EXPECT_STREQ(error.what(),
+               "cache config: a\\x09b = A\\x00B\\x1b[2J\\x0a\\x7f\u00fc: expected less");
+}
+
 TEST(Error, EveryCodeHasAWord) {
   for (int code = 0; code <= static_cast<int>(ErrorCode::kClosed); ++code) {
     EXPECT_NE(to_string(static_cast<ErrorCode>(code)), "unknown");

@@ -318,6 +318,24 @@ TEST_F(HealthTest, TheRecordIsWrittenByAThreadOfItsOwn) {
   std::filesystem::remove(path);
 }
 
+TEST_F(HealthTest, ALoadThatIsLateIsTroubleBeforeItEnds) {
+  build();
+  const Hashes hashes(4, 1);
+  scheduler->lookup(RequestId{1}, 65, hashes.list(), 0, now);
+  step();
+  store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kOk));
+  ASSERT_EQ(scheduler->lookup(RequestId{1}, 65, hashes.list(), 0, now).external_tokens, 64u);
+  const JobId job = *scheduler->allocated(RequestId{1}, 64, rows.get(), now);
+  step(milliseconds(40));
+  EXPECT_EQ(health(), "healthy");
+  report(job, JobOutcome::kExpired, false);
+  step();
+  EXPECT_EQ(health(), "degraded: loads fail");
+  std::vector<LoadEnd> ends;
+  scheduler->take_load_ends(ends);
+  EXPECT_TRUE(ends.empty()) << "its blocks are not quiet";
+}
+
 TEST_F(HealthTest, ALostRaceIsNoTrouble) {
   build();
   for (const ItemStatus status : {ItemStatus::kMissing, ItemStatus::kFailed}) {

@@ -73,7 +73,7 @@ std::string key_of(const Given& setup) { return key_of(*make(setup)); }
 // The text of keys is a promise to every store that holds objects already.
 TEST(KeySchema, SpellsTheSameKeyInEveryProcess) {
   EXPECT_EQ(key_of(*make(base()), StoreIndex{1}, {.tp = 1}),
-            "kvp1/-/923d74bcf19cdddc62c1877cc93b5a10/1.0.0.0/1/"
+            "kvp1/-/c320e224f821bb72319e697949a51da0/1.0.0.0/1/"
             "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff000102030405060708090a0b0c0d0e0f");
 }
 
@@ -177,6 +177,9 @@ TEST(KeySchema, EveryFactChangesTheKey) {
          s.config.groups.erase(s.config.groups.begin() + 2);
          s.config.parallel.dcp = 2;
        }},
+      {"another name of a layer", [](Given& s) { s.config.groups[0].layers = {"a2"}; }},
+      {"two layers", [](Given& s) { s.config.groups[0].layers = {"a", "b"}; }},
+      {"two layers the other way round", [](Given& s) { s.config.groups[0].layers = {"b", "a"}; }},
       {"order", [](Given& s) { std::swap(s.config.groups[0], s.config.groups[3]); }},
   };
   std::set<std::string> seen;
@@ -239,7 +242,9 @@ Given wrapped_base() {
 }
 
 TEST(KeySchema, EveryLayerOfAWrapperCounts) {
-  EXPECT_EQ(key_of(wrapped_base()), key_of(base())) << "layers that are alike";
+  Given plain = base();
+  plain.config.groups[0].layers = {"a", "b", "c"};
+  EXPECT_EQ(key_of(wrapped_base()), key_of(plain)) << "layers that are alike";
   const auto second = [](Given& s) -> AttentionPayload& {
     return std::get<AttentionPayload>(s.config.groups[0].members[1].spec.payload);
   };

@@ -238,3 +238,23 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "127.0.0.1:1 cannot be reached" in output
     assert output.splitlines()[-1].endswith("to repair")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--master", ""], "--master: '': expected host:port of a mooncake_master"),
+        (["--port", "70000"], "--port: '70000': expected a port between 1 and 65535"),
+        (["--port", "0"], "--port: '0': expected a port between 1 and 65535"),
+        (["--locked-bytes", "-5"], "--locked-bytes"),
+    ],
+)
+def test_arguments_that_mean_nothing(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvprism.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

@@ -169,3 +169,8 @@ def test_health_and_flight_record() -> None:
     assert rank.scheduler.health() == "off"
     assert rank.scheduler.counters()["health"] == 2
     rank.close()
+
+
+def test_what_is_no_recording_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay-run", "/dev/zero"]) == 2
+    assert capsys.readouterr().err.startswith("kvprism replay-run: recording: magic = 0: ")

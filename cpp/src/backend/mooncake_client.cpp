@@ -11,9 +11,11 @@
 #include <climits>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <system_error>
 
 #include "kvprism/base/host_port.h"
 #include "kvprism/base/log.h"
@@ -683,10 +685,16 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
 }
 
 std::string find_mooncake_library(const MooncakeOptions& options) {
-  if (!options.library.empty()) return options.library;
-  if (const char* path = std::getenv("KVPRISM_MOONCAKE_LIBRARY"); path != nullptr && *path != 0) {
-    return path;
-  }
+  const auto there = [](const char* name, std::string path) {
+    std::error_code error;
+    if (std::filesystem::exists(path, error)) return path;
+    fail(ErrorCode::kNotFound, "Mooncake library",
+         {name, path, "a file", "leave it out to search for an installed distribution"});
+  };
+  if (!options.library.empty()) return there("library", options.library);
+  constexpr const char* kVariable = "KVPRISM_MOONCAKE_LIBRARY";
+  if (const char* path = std::getenv(kVariable); path != nullptr && *path != 0)
+    return there(kVariable, path);
   const std::vector<std::string> folders =
       options.site_packages.empty() ? mooncake::default_site_packages() : options.site_packages;
   for (const std::string& folder : folders) {

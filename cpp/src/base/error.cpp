@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <string_view>
 #include <utility>
 
 namespace kvprism {
@@ -48,10 +49,31 @@ void shorten(std::string& text) {
   text.append("... (").append(size).append(" bytes)");
 }
 
-std::vector<Problem> shortened(std::vector<Problem> problems) {
+// What others wrote must neither end a message nor steer a terminal.
+void escape_controls(std::string& text) {
+  const auto control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };
+  if (std::none_of(text.begin(), text.end(), control)) return;
+  std::string escaped;
+  for (const char c : text) {
+    if (!control(c)) {
+      escaped += c;
+      continue;
+    }
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    const auto byte = static_cast<unsigned char>(c);
+    escaped += "\\x";
+    escaped += kDigits[byte >> 4];
+    escaped += kDigits[byte & 15];
+  }
+  text = std::move(escaped);
+}
+
+std::vector<Problem> printable(std::vector<Problem> problems) {
   for (Problem& problem : problems) {
-    shorten(problem.path);
-    shorten(problem.value);
+    for (std::string* const text : {&problem.path, &problem.value}) {
+      shorten(*text);
+      escape_controls(*text);
+    }
   }
   return problems;
 }
@@ -83,7 +105,7 @@ std::string_view to_string(ErrorCode code) noexcept {
 Error::Error(ErrorCode code, std::string subject, std::vector<Problem> problems)
     : code_(code),
       subject_(std::move(subject)),
-      problems_(shortened(std::move(problems))),
+      problems_(printable(std::move(problems))),
       what_(describe(subject_, problems_)) {}
 Error::~Error() = default;
 Error::Error(const Error&) = default;

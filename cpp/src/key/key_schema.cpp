@@ -178,6 +178,14 @@ void add_member_facts(const ResolvedGroup& group, StoreIndex index,
   if (seen.size() > 1) facts.push_back({store_path(index) + "members", std::move(order)});
 }
 
+// An object holds the layers of a group one behind the other, so their order gives bytes a meaning.
+std::string layers_text(const ResolvedGroup& group) {
+  std::vector<DigestFact> names;
+  for (const std::string& layer : group.layers) names.push_back({"layer", layer});
+  return std::to_string(names.size()) + ", " +
+         to_hex(detail::hash128(detail::canonical_text(names)));
+}
+
 std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& key) {
   std::vector<DigestFact> facts{
       {"key_version", std::string(kSchemaVersion)},
@@ -204,8 +212,10 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
   }
   // Stages hold different layers, and neither knows those of another.
   if (projection.parallel().pp > 1) return facts;
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups()))
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    facts.push_back({store_path(index) + "layers", layers_text(projection.group(index))});
     add_member_facts(projection.group(index), index, facts);
+  }
   return facts;
 }
 

@@ -155,6 +155,8 @@ void StoreScheduler::Impl::settle(Instant now) {
       end_save(event, now);
     } else if (const auto load = loads.find(raw(event.job)); load != loads.end()) {
       remember_unloadable(load->second, event, now);
+      // Its end may be far: whoever watches need not wait for it.
+      if (event.outcome == JobOutcome::kExpired && !load->second.overtaken) loads_fail = true;
     }
   }
   while (ledger.take_quarantined(event)) {
