@@ -25,11 +25,12 @@ say "Sdist, and a wheel of what is in it"
 "$python" -m venv "$work/builder"
 quiet builder "$work/builder/bin/pip" --disable-pip-version-check install -r scripts/requirements-release.txt
 quiet sdist "$work/builder/bin/python" -m build --sdist --outdir "$work/dist" .
-# Two folders down, as the build trees of this one: the compiler's cache then knows the sources.
+# Two folders down, as the build trees of this one: the compiler's cache then knows the sources,
+# if the flags are the same.
 mkdir "$work/sdist"
 tar -xzf "$work"/dist/*.tar.gz -C "$work/sdist" --strip-components=1
 CMAKE_BUILD_PARALLEL_LEVEL="$JOBS" quiet wheel "$work/builder/bin/pip" --disable-pip-version-check \
-  wheel --no-deps -w "$work/dist" "$work/sdist"
+  wheel --no-deps -w "$work/dist" -Ccmake.define.KVPRISM_WERROR="${KVPRISM_WERROR:-OFF}" "$work/sdist"
 "$VENV/bin/python" scripts/check_wheel.py "$work"/dist/*.whl
 
 say "The wheel in a new environment"
@@ -55,7 +56,8 @@ static="$ROOT/build/release-check-static"
 rm -rf "$static"
 quiet static_configure cmake -S tests/consumer/subdirectory -B "$static" -G Ninja \
   -DKVPRISM="$ROOT" -DBUILD_SHARED_LIBS=OFF -DKVPRISM_BUILD_HASH=ON -DKVPRISM_INSTALL=ON \
-  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)"
+  -DCMAKE_BUILD_TYPE=Release -DKVPRISM_WERROR="${KVPRISM_WERROR:-OFF}" \
+  -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)"
 quiet static_build cmake --build "$static" --parallel "$JOBS"
 quiet static_test ctest --test-dir "$static" --output-on-failure --no-tests=error
 quiet static_install cmake --install "$static" --prefix "$work/static-prefix"
