@@ -87,12 +87,12 @@ std::vector<std::string> site_packages() {
   return folders;
 }
 
-UnknownBuild unknown_build(const std::string& word) {
-  if (word == "refuse") return UnknownBuild::kRefuse;
+UnknownBuild unknown_build(const std::string& word, ProblemList& problems) {
   if (word == "probe") return UnknownBuild::kProbe;
   const std::string_view words[] = {"refuse", "probe"};
-  fail(ErrorCode::kInvalidConfig, "mooncake options",
-       {"unknown_build", word, "\"refuse\" or \"probe\"", suggest(word, words)});
+  if (word != "refuse")
+    problems.add("unknown_build", word, "\"refuse\" or \"probe\"", suggest(word, words));
+  return UnknownBuild::kRefuse;
 }
 
 std::shared_ptr<StoreHandle> mooncake_store(
@@ -122,11 +122,12 @@ std::shared_ptr<StoreHandle> mooncake_store(
   options.library = std::move(library);
   options.site_packages = packages ? std::move(*packages) : site_packages();
   options.python_library = std::move(python_library);
-  options.unknown_build = unknown_build(unknown);
+  options.unknown_build = unknown_build(unknown, problems);
   options.environment.assign(environment.begin(), environment.end());
   if (rdma_device_folder) options.rdma_device_folder = std::move(*rdma_device_folder);
   BlockingStoreOptions blocking;
   blocking.setup_timeout = to_duration(setup_timeout_seconds, "setup_timeout_seconds", problems);
+  problems.append(validate_mooncake_options(options));
   problems.throw_if_any(ErrorCode::kInvalidConfig, "mooncake options");
 
   const GilFree released;

@@ -526,6 +526,30 @@ def test_bad_mooncake_options_are_named(options: dict[str, object], path: str) -
     assert path in {problem.path for problem in caught.value.problems}
 
 
+def test_all_bad_mooncake_options_are_named_at_once() -> None:
+    with pytest.raises(kvprism.ConfigError) as caught:
+        kvprism.mooncake_store(
+            master="x",
+            protocol="zz",
+            connect_timeout_seconds=-1,
+            unknown_build="q",
+            max_slices_per_call=0,
+            global_segment_size=5,
+            environment={"K": "x\0y"},
+        )
+    assert str(caught.value).splitlines() == [
+        "mooncake options: 7 problems",
+        "  connect_timeout_seconds = -1.000000: expected 0 or more seconds",
+        '  unknown_build = q: expected "refuse" or "probe"',
+        "  master = x: expected a port between 1 and 65535 after the host (e.g. 127.0.0.1:50051)",
+        "  protocol = zz: expected tcp or rdma",
+        "  global_segment_size = 5: expected 0 or at least 16777216 bytes",
+        "  max_slices_per_call = 0: expected between 1 and 8192 (more of them clog Mooncake's TCP "
+        "queue for a minute)",
+        "  environment.K = x\\x00y: expected a value without a byte 0",
+    ]
+
+
 def test_everything_public_is_documented() -> None:
     from kvprism import sim
 

@@ -680,6 +680,8 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
     if (name.empty() || name.find('=') != std::string::npos) {
       problems.add("environment", name, "a variable name without '='", {});
     }
+    if (value.find('\0') != std::string::npos)
+      problems.add("environment." + name, value, "a value without a byte 0", {});
   }
   return problems.problems();
 }
