@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import conftest
+import kvprism
 import pytest
 from kvprism import StepPlan, StoreScheduler
 from kvprism.local_mooncake import LocalMooncake
@@ -320,7 +321,7 @@ def test_a_reset_that_is_not_over_is_told_at_the_end(
 
 @pytest.fixture
 def announcing(mooncake: LocalMooncake, described: Any) -> Iterator[tuple[Engine, Announcer]]:
-    announcer = Announcer(configuration(), BLOCK)
+    announcer = Announcer(configuration(), described.projection)
     made = Engine(mooncake, described, announcer, purge_settle_seconds=0.01)
     yield made, announcer
     made.half.close()
@@ -347,6 +348,37 @@ def test_a_finished_request_is_kept_while_a_save_of_it_is_in_flight(
     assert len(event.block_hashes) == 4
     assert not announcer._finished
     assert not announcer._live
+
+
+def test_blocks_of_split_contexts_are_announced_whole() -> None:
+    """Two ranks of decode context hold every other token: a block stands for those of both."""
+    group = {"kind": "full_attention", "layers": ["a", "b"], "block_size": BLOCK}
+    group |= {"num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
+    config = {"num_blocks": BLOCKS, "groups": [group], "parallel": {"tp": 2, "dcp": 2}}
+    config["hash_block_size"] = 2 * BLOCK
+    projection = kvprism.Projection(kvprism.CacheConfig.from_dict(config))
+    announcer = Announcer(configuration(), projection)
+    tokens = list(range(5 * BLOCK))
+    hashes = [bytes([at]) * 32 for at in range(3)]
+    request = SimpleNamespace(all_token_ids=tokens, block_hashes=hashes[1:], mm_features=[])
+    request.lora_request = request.cache_salt = request.prompt_embeds = None
+    announcer.begin(1, request)
+    changes = [
+        SimpleNamespace(
+            stored=True,
+            request=1,
+            group=0,
+            chunk=at,
+            tokens=2 * BLOCK * (at + 1),
+            hash=hashes[at + 1],
+            parent=hashes[at] if at else b"",
+        )
+        for at in range(2)
+    ]
+    (event,) = announcer.events(changes)  # type: ignore[arg-type]
+    assert event.block_size == 2 * BLOCK
+    assert event.token_ids == tokens[: 4 * BLOCK]
+    assert len(event.block_hashes) == 2
 
 
 def test_what_was_stored_by_a_request_that_nobody_knows_is_not_announced(

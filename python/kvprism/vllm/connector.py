@@ -54,7 +54,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                 loads=self._options.enable_lookup and transfer.kv_role in _CONSUMERS,
                 saves=transfer.kv_role in _PRODUCERS or self._options.save_decode_cache,
                 announcer=(
-                    Announcer(kv_cache_config, self._described.projection.hash_block_size)
+                    Announcer(kv_cache_config, self._described.projection)
                     if wanted(vllm_config)
                     else None
                 ),
@@ -191,7 +191,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         results = self._worker.take_results()
-        self._failed_blocks = results.failed_blocks
+        self._failed_blocks = self._failed_blocks | results.failed_blocks
         return KVConnectorTransferResults(
             finished_recving=results.finished, failed_recving=results.failed
         )

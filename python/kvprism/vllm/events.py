@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from .._core import StoreChange, StoreScheduler
+from .._core import Projection, StoreChange, StoreScheduler
 
 _FINISHED_KEPT = 1024  # with saves in flight; saves of older ones are not announced
 
@@ -23,12 +23,13 @@ class Announcer:
     One thread, vLLM's scheduler.
     """
 
-    def __init__(self, kv_cache_config: Any, hash_block_size: int) -> None:
+    def __init__(self, kv_cache_config: Any, projection: Projection) -> None:
         from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-        self._hash_block_size = hash_block_size
+        self._hash_block_size = projection.hash_block_size
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._sizes = [spec.block_size for spec in specs]
+        # What a block stands for, which is more than a rank's part of it where context is split.
+        self._sizes = [group.tokens_per_block for group in projection.groups()]
         self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self._live: dict[int, Any] = {}
