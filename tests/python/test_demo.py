@@ -180,5 +180,5 @@ def test_without_mooncake(
     assert streams.out == ""
     assert streams.err == (
         f"kvprism {command[0]}: Mooncake is not installed:"
-        " pip install mooncake-transfer-engine-non-cuda\n"
+        " pip install mooncake-transfer-engine-non-cuda==0.3.13.post1\n"
     )
