@@ -217,6 +217,7 @@ void mooncake_store(Pairs& pairs, const std::string& master) {
   pairs.compare("save to Mooncake", kItem, kItems, save, "memcpy of the same bytes", copy, 1);
 
   const NativeBatch known(*setting.batch(1));
+  run_job(worker, setting.plan(JobKind::kSave, 1), wait);  // long runs fill the pool and evict it
   const Work load = [&](std::uint64_t n) {
     for (; n > 0; --n) run_job(worker, setting.plan(JobKind::kLoad, 1), wait);
   };
