@@ -62,7 +62,10 @@ void read_cuda_array(nb::handle memory, std::optional<int> device, CacheTensor& 
     if (readonly) refuse("memory", "read-only", "a writable array");
     const std::uint64_t item = std::stoull(type.substr(2));
     std::uint64_t bytes = item;
-    for (const std::uint64_t size : shape) bytes *= size;
+    for (const std::uint64_t size : shape) {
+      if (__builtin_mul_overflow(bytes, size, &bytes))
+        refuse("memory", "a shape of more than 2^64 bytes", "the shape of an array in memory");
+    }
     if (facts.contains("strides") && !facts["strides"].is_none()) {
       const auto strides = nb::cast<std::vector<std::int64_t>>(facts["strides"]);
       std::uint64_t expected = item;
@@ -106,7 +109,12 @@ nb::object read_array(nb::handle memory, std::optional<int> device, CacheTensor&
   }
   tensor.base = static_cast<std::byte*>(array.data());
   tensor.bytes = array.nbytes();
-  tensor.device = array.device_type() == nb::device::cpu::value ? -1 : array.device_id();
+  const bool host = array.device_type() == nb::device::cpu::value;
+  tensor.device = host ? -1 : array.device_id();
+  const bool certain = host || array.device_type() == nb::device::cuda::value;
+  if (device && certain && *device != tensor.device)
+    refuse("device", std::to_string(*device),
+           std::to_string(tensor.device) + ", where the array says that it lies, or None");
   return nb::capsule(new nb::ndarray<>(std::move(array)),
                      [](void* p) noexcept { delete static_cast<nb::ndarray<>*>(p); });
 }

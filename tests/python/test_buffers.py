@@ -72,6 +72,7 @@ def test_cuda_array_interface() -> None:
         ({"data": (4096, True)}, 0, "memory = read-only: expected a writable array"),
         ({"data": 4096}, 0, "expected a dictionary as version 3"),
         ({"typestr": "?"}, 0, "expected a dictionary as version 3"),
+        ({"shape": (2**40, 2**40)}, 0, "memory = a shape of more than 2^64 bytes: expected"),
     ],
 )
 def test_cuda_arrays_that_cannot_be_used(
@@ -81,6 +82,16 @@ def test_cuda_arrays_that_cannot_be_used(
     with pytest.raises(kvprism.ArgumentError) as error:
         tensor_of(array, device=device)
     assert message in str(error.value)
+
+
+def test_a_device_that_the_array_contradicts() -> None:
+    array = np.zeros((8, 32), dtype=np.float16)
+    assert tensor_of(array, device=-1).device == -1
+    with pytest.raises(kvprism.ArgumentError) as error:
+        tensor_of(array, device=3)
+    assert str(error.value) == (
+        "cache tensor: device = 3: expected -1, where the array says that it lies, or None"
+    )
 
 
 def test_something_else() -> None:
