@@ -411,6 +411,28 @@ TEST(Registry, RefusesParametersThatAreMissingOrHaveNoUse) {
   EXPECT_THAT(paths_of(sink), ElementsAre("groups[0].sink_len"));
 }
 
+// In tokens, whatever positions stand for (vLLM: SinkFullAttentionManager).
+TEST(Registry, ASinkIsWholeBlocksOfTokens) {
+  CacheSpec sink = of_kind("sink_full_attention");
+  sink.block_size = 8;
+  sink.sink_len = 24;
+  EXPECT_THAT(paths_of(sink), ElementsAre());
+  auto& payload = std::get<AttentionPayload>(sink.payload);
+  payload.compression = 2;  // blocks of 16 tokens
+  EXPECT_THAT(paths_of(sink), ElementsAre("groups[0].sink_len"));
+  sink.sink_len = 32;
+  EXPECT_THAT(paths_of(sink), ElementsAre());
+  payload.compression = 1;
+  payload.states_per_token = 2;  // of 4
+  sink.sink_len = 12;
+  EXPECT_THAT(paths_of(sink), ElementsAre());
+  sink.sink_len = 6;
+  EXPECT_THAT(paths_of(sink), ElementsAre("groups[0].sink_len"));
+  ProblemList problems;
+  SpecRegistry::builtin().check(sink, "groups[0]", problems);
+  EXPECT_EQ(problems.problems().front().expected, "a multiple of the 4 tokens of a block");
+}
+
 TEST(Registry, RefusesThePayloadOfAnotherKind) {
   CacheSpec spec = mamba(800);
   spec.kind = "full_attention";

@@ -106,11 +106,18 @@ class Checker {
       good = no_use("extra_retained_tokens", std::to_string(spec_.extra_retained_tokens));
     if (spec_.bounded_replay && !kind.allows->has(P::kBoundedReplay))
       good = no_use("bounded_replay", "true");
-    if (spec_.sink_len && spec_.block_size != 0 && *spec_.sink_len % spec_.block_size != 0) {
-      add("sink_len", std::to_string(*spec_.sink_len),
-          "a multiple of block_size, " + std::to_string(spec_.block_size));
-    }
     return good;
+  }
+
+  // A sink is whole blocks of tokens (vLLM: SinkFullAttentionManager); a position may stand for
+  // several of them, or be one of several.
+  void sink(const AttentionPayload& attention) {
+    if (!spec_.sink_len || attention.compression == 0 || attention.states_per_token == 0) return;
+    const std::uint64_t tokens =
+        std::uint64_t{spec_.block_size} / attention.states_per_token * attention.compression;
+    if (tokens == 0 || *spec_.sink_len % tokens == 0) return;
+    add("sink_len", std::to_string(*spec_.sink_len),
+        "a multiple of the " + std::to_string(tokens) + " tokens of a block");
   }
 
   void payload(const AttentionPayload& attention) {
@@ -127,6 +134,7 @@ class Checker {
             "a divisor of block_size, " + std::to_string(spec_.block_size));
       }
     }
+    sink(attention);
     if (attention.num_head_slots) positive("num_head_slots", *attention.num_head_slots);
     if (attention.state_content_bytes)
       positive("state_content_bytes", *attention.state_content_bytes);

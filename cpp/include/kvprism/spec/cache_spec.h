@@ -89,7 +89,7 @@ struct CacheSpec {
   std::optional<std::uint32_t> replay_tokens;
   std::optional<std::uint32_t> attention_chunk_size;  // tokens
   std::optional<std::uint32_t> rswa_window;           // generated tokens that stay
-  std::optional<std::uint32_t> sink_len;              // tokens, a multiple of block_size
+  std::optional<std::uint32_t> sink_len;              // tokens, whole blocks without DCP
   std::optional<std::uint32_t> blocks_per_request;    // of a table that does not grow
   // Tokens below a window that must be there too: draft models look further back.
   std::uint32_t extra_retained_tokens = 0;
