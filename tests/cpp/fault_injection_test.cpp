@@ -323,6 +323,119 @@ TEST_F(FaultTest, LateQuietWritesOnceMore) {
   EXPECT_TRUE(right(2));
 }
 
+TEST_F(FaultTest, AnAnswerIsLostThoughEverythingIsStored) {
+  use(FaultKind::kLostAnswer);
+  fill();
+  const Ends ends = run(true);
+  EXPECT_EQ(ends.statuses, std::vector(kItems, ItemStatus::kFailed));
+  EXPECT_EQ(ends.outcome, ends.quiet);
+  EXPECT_EQ(stored(), kItems);
+}
+
+TEST_F(FaultTest, SourcesAreReadOnceMoreBeforeAPutIsQuiet) {
+  use(FaultKind::kReadLate);
+  std::vector<std::pair<std::string, std::byte>> read;  // with the first byte
+  faulty_->set_late_read([&](std::string_view key, std::span<const std::byte> bytes) {
+    EXPECT_EQ(bytes.size(), kBytes);
+    read.emplace_back(key, bytes[0]);
+  });
+  fill();
+  auto items = batch();
+  ASSERT_TRUE(faulty_->start_put(OpId{7}, items, Instant{0}, far_));
+  Completion done;
+  ASSERT_TRUE(faulty_->poll_store(Instant{0}, done));
+  EXPECT_TRUE(done.outcome);
+  EXPECT_FALSE(done.quiet);
+  EXPECT_EQ(done.items[0].status, ItemStatus::kOk);
+  slot(1)[0] = std::byte{0xee};
+  EXPECT_TRUE(read.empty());
+  ASSERT_TRUE(faulty_->poll_store(Instant{milliseconds(101).ns}, done));
+  EXPECT_TRUE(done.quiet);
+  ASSERT_EQ(read.size(), kItems);
+  EXPECT_EQ(read[0], std::pair(key(0), content(0, 0)));
+  EXPECT_EQ(read[1], std::pair(key(1), std::byte{0xee}));
+}
+
+TEST_F(FaultTest, ALostClientsCallsLandLater) {
+  use(FaultKind::kDelay);
+  fill();
+  auto items = batch();
+  ASSERT_TRUE(faulty_->start_put(OpId{7}, items, Instant{0}, far_));
+  FaultPlan plan;
+  plan[FaultKind::kClientLost] = 10'000;
+  faulty_->set_plan(plan);
+  items = batch();
+  ASSERT_TRUE(faulty_->start_put(OpId{8}, items, Instant{0}, far_));
+  faulty_->set_plan(FaultPlan{});
+  items = batch();
+  ASSERT_TRUE(faulty_->start_get(OpId{9}, items, Instant{0}, far_));
+  Completion done;
+  ASSERT_TRUE(faulty_->poll_store(Instant{0}, done));
+  EXPECT_EQ(done.op, OpId{7});
+  EXPECT_EQ(done.items[0].status, ItemStatus::kTimedOut);
+  EXPECT_FALSE(done.quiet);
+  for (const OpId op : {OpId{8}, OpId{9}}) {
+    ASSERT_TRUE(faulty_->poll_store(Instant{0}, done));
+    EXPECT_EQ(done.op, op) << "there is no client";
+    EXPECT_EQ(done.items[0].status, ItemStatus::kUnavailable);
+    EXPECT_TRUE(done.quiet);
+  }
+  EXPECT_EQ(stored(), 0U);
+  EXPECT_EQ(faulty_->unquiet(), 1U);
+  ASSERT_TRUE(faulty_->poll_store(Instant{milliseconds(101).ns}, done));
+  EXPECT_EQ(done.op, OpId{7});
+  EXPECT_FALSE(done.outcome);
+  EXPECT_TRUE(done.quiet);
+  EXPECT_EQ(stored(), kItems);
+  EXPECT_EQ(faulty_->unquiet(), 0U);
+  EXPECT_EQ(faulty_->table()[static_cast<std::size_t>(FaultKind::kClientLost)].raised, 1U);
+  items = batch();
+  ASSERT_TRUE(faulty_->start_get(OpId{10}, items, Instant{milliseconds(101).ns}, far_));
+  ASSERT_TRUE(faulty_->poll_store(Instant{milliseconds(101).ns}, done));
+  EXPECT_EQ(done.items[0].status, ItemStatus::kOk) << "with a new client";
+}
+
+TEST_F(FaultTest, ARemovalThatWasRefusedIsDoneLater) {
+  use(FaultKind::kRemoveLate);
+  store_all();
+  auto items = std::make_unique<ObjectBatch>();
+  items->keys.append() = key(0);
+  ASSERT_TRUE(faulty_->start_remove(OpId{3}, items, Removal{}, Instant{0}, far_));
+  Completion done;
+  ASSERT_TRUE(faulty_->poll_index(Instant{0}, done));
+  EXPECT_EQ(done.items[0].status, ItemStatus::kUnavailable);
+  EXPECT_FALSE(done.quiet);
+  EXPECT_EQ(stored(), kItems);
+  ASSERT_TRUE(faulty_->poll_index(Instant{milliseconds(101).ns}, done));
+  EXPECT_TRUE(done.quiet);
+  EXPECT_EQ(stored(), kItems - 1);
+}
+
+TEST_F(FaultTest, WhatIsNotQuietLandsAfterTheClose) {
+  FaultPlan plan;
+  plan.lands_after_close = true;
+  plan.seed = 1;
+  const auto store =
+      std::make_shared<MemoryStore>(pool_, MemoryStoreOptions{.latency = milliseconds(5)});
+  FaultInjector faulty(store, nullptr, plan);
+  faulty.add_region({memory_.data(), memory_.size(), -1});
+  fill();
+  auto items = batch();
+  ASSERT_TRUE(faulty.start_put(OpId{7}, items, Instant{0}, far_));
+  const CloseReport closed = faulty.close_store(seconds(1));
+  EXPECT_EQ(closed.ops, std::vector{OpId{7}});
+  Completion done;
+  ASSERT_TRUE(faulty.poll_store(Instant{0}, done));
+  EXPECT_EQ(done.items[0].status, ItemStatus::kCancelled);
+  EXPECT_FALSE(done.quiet);
+  items = batch();
+  EXPECT_FALSE(faulty.start_put(OpId{8}, items, Instant{0}, far_));
+  EXPECT_EQ(stored(), 0U);
+  ASSERT_TRUE(faulty.poll_store(Instant{milliseconds(5).ns}, done));
+  EXPECT_TRUE(done.quiet);
+  EXPECT_EQ(stored(), kItems);
+}
+
 TEST_F(FaultTest, RefusedStartsLeaveTheBatch) {
   use(FaultKind::kRefuse);
   run(true);

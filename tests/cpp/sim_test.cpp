@@ -271,9 +271,40 @@ TEST(GroupModel, WhatTheWorldCannotModelIsRefused) {
   CacheConfig encoder = small_config();
   encoder.groups[0].spec.kind = "encoder_only_attention";
   EXPECT_EQ(code_of(encoder), ErrorCode::kUnsupported);
+}
+
+TEST(GroupModel, PackedPagesHaveTheRowsThatTheEngineSays) {
   CacheConfig packed = small_config();
-  std::get<AttentionPayload>(packed.groups[1].spec.payload).state_content_bytes = 1;
-  EXPECT_EQ(code_of(packed), ErrorCode::kUnsupported) << "pages shorter than their content";
+  auto& payload = std::get<AttentionPayload>(packed.groups[1].spec.payload);
+  payload.num_head_slots = 3;
+  payload.state_content_bytes = 7;
+  const auto groups = model_groups(*Projection::make(packed, SpecRegistry::builtin()));
+  EXPECT_EQ(groups[1].shapes[0].heads, 3U);
+  EXPECT_EQ(groups[1].shapes[0].content, 7U);
+  EXPECT_EQ(groups[1].shapes[0].bytes(), groups[1].page_bytes[0]);
+}
+
+TEST(GroupModel, WindowsThatAreNotSharedHoldEveryToken) {
+  CacheConfig config = small_config();
+  config.parallel.tp = config.parallel.dcp = 2;
+  config.groups[3].spec.dcp_sharded = false;
+  const auto groups = model_groups(*Projection::make(config, SpecRegistry::builtin()));
+  EXPECT_EQ(groups[1].tokens, 16U);
+  EXPECT_EQ(groups[1].shape(0, 1).context_rank, 1U);
+  EXPECT_EQ(groups[3].tokens, 8U);
+  EXPECT_EQ(groups[3].shape(0, 1).context_rank, 0U);
+  EXPECT_EQ(groups[3].shape(0, 1).first_head, 2U);
+}
+
+TEST(ContentOracle, PrefillContextRanksHaveBytesOfTheirOwn) {
+  const auto groups = model_groups(*Projection::make(small_config(), SpecRegistry::builtin()));
+  std::vector<std::vector<std::byte>> pages;
+  for (const std::uint32_t rank : {0U, 1U}) {
+    const PageShape shape = groups[1].shape(0, 0, rank);
+    pages.emplace_back(shape.bytes());
+    write_position(shape, 0, 2, extend(kEmptyPrefix, 0, 7), pages.back().data());
+  }
+  EXPECT_NE(pages[0], pages[1]);
 }
 
 TEST(PageShape, PositionsStandForTokens) {

@@ -110,6 +110,30 @@ bool print_faults(const WorldTotals& totals) {
   return all;
 }
 
+// Objects that were compared with the oracle, and worlds by ranks and stages. False when there were
+// none of a sort.
+bool print_coverage(const WorldTotals& totals) {
+  using namespace kvprism::sim;
+  bool all = true;
+  fmt::print("objects compared\n  {:<26}", "");
+  for (const std::string_view layout : kLayouts) fmt::print("{:>10}", layout);
+  for (std::size_t kind = 0; kind < kStoredKinds; ++kind) {
+    fmt::print("\n  {:<26}", kModelKinds[kind]);
+    for (const std::uint64_t objects : totals.checked[kind]) {
+      fmt::print("{:>10}", objects);
+      all = all && objects > 0;
+    }
+  }
+  fmt::print("\nworlds, by ranks and stages:");
+  for (std::size_t i = 0; i < kArrangements.size(); ++i) {
+    fmt::print("  {} x {}: {}", kArrangements[i].ranks, kArrangements[i].stages,
+               totals.arrangements[i]);
+    all = all && totals.arrangements[i] > 0;
+  }
+  fmt::print("\n");
+  return all;
+}
+
 // A store that lies about its bytes must not go unnoticed: otherwise nothing here is worth
 // anything. Some lies touch nobody, in a load that was aborted or cut short.
 bool lies_are_noticed() {
@@ -171,10 +195,15 @@ int main(int argc, char** argv) {
                static_cast<double>(totals.events) / minutes);
   }
   const bool all_kinds = print_faults(totals);
+  const bool all_covered = print_coverage(totals);
   // Fewer seeds say nothing about what never happened.
   if (arguments.seeds >= 100 && failed == 0) {
     if (!all_kinds && arguments.seeds >= kSeedsForAll) {
       fmt::print("FAILED: a kind of fault never fired\n");
+      ++failed;
+    }
+    if (!all_covered && arguments.seeds >= kSeedsForAll) {
+      fmt::print("FAILED: a kind was never met in a layout, or ranks never so\n");
       ++failed;
     }
     if (totals.external_hit_tokens == 0) {

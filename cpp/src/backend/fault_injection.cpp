@@ -36,6 +36,7 @@ constexpr Befalls befalls(FaultKind kind) noexcept {
     case FaultKind::kHang:
     case FaultKind::kLandLate:
     case FaultKind::kRefuse:
+    case FaultKind::kClientLost:
       return {false, true, true};
     case FaultKind::kTruncate:
     case FaultKind::kCorrupt:
@@ -47,12 +48,15 @@ constexpr Befalls befalls(FaultKind kind) noexcept {
       return {false, false, true};
     case FaultKind::kNoSpace:
     case FaultKind::kDuplicate:
+    case FaultKind::kLostAnswer:
+    case FaultKind::kReadLate:
       return {false, true, false};
     case FaultKind::kLookupFailed:
     case FaultKind::kLookupLate:
     case FaultKind::kLookupRefused:
       return {true, false, false};
     case FaultKind::kRemoveFailed:
+    case FaultKind::kRemoveLate:
       return {false, false, false, true};
   }
   return {false, false, false};
@@ -82,6 +86,7 @@ std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
     case FaultKind::kUnavailable:
     case FaultKind::kLookupFailed:
     case FaultKind::kRemoveFailed:
+    case FaultKind::kClientLost:
       return ItemStatus::kUnavailable;
     case FaultKind::kVanished:
       return ItemStatus::kMissing;
@@ -96,24 +101,31 @@ std::optional<ItemStatus> withheld_status(FaultKind fault) noexcept {
 
 constexpr bool whole_call(FaultKind fault) noexcept {
   return fault == FaultKind::kFailCall || fault == FaultKind::kUnavailable ||
-         fault == FaultKind::kLookupFailed || fault == FaultKind::kRemoveFailed;
+         fault == FaultKind::kLookupFailed || fault == FaultKind::kRemoveFailed ||
+         fault == FaultKind::kClientLost;
 }
 
 // Faults that change what arrived, after it has.
 constexpr bool changes_result(FaultKind fault) noexcept {
   return fault == FaultKind::kTruncate || fault == FaultKind::kCorrupt ||
          fault == FaultKind::kSilentCorrupt || fault == FaultKind::kLeaseLost ||
-         fault == FaultKind::kDuplicate;
+         fault == FaultKind::kDuplicate || fault == FaultKind::kLostAnswer;
+}
+
+// Faults that touch the bytes once more between outcome and quiet.
+constexpr bool touches_again(FaultKind fault) noexcept {
+  return fault == FaultKind::kLateQuiet || fault == FaultKind::kReadLate;
 }
 
 }  // namespace
 
 std::string_view to_string(FaultKind kind) noexcept {
   static constexpr std::array<std::string_view, kNumFaultKinds> kNames{
-      "fail call",  "fail items",    "unavailable", "delay",          "hang",
-      "land late",  "refuse",        "truncate",    "corrupt",        "silent corrupt",
-      "late quiet", "vanished",      "not ready",   "lease lost",     "no space",
-      "duplicate",  "lookup failed", "lookup late", "lookup refused", "remove failed"};
+      "fail call",   "fail items",    "unavailable", "delay",          "hang",
+      "land late",   "refuse",        "truncate",    "corrupt",        "silent corrupt",
+      "late quiet",  "vanished",      "not ready",   "lease lost",     "no space",
+      "duplicate",   "lookup failed", "lookup late", "lookup refused", "remove failed",
+      "lost answer", "read late",     "remove late", "client lost"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNames.size() ? kNames[at] : "unknown";
 }
@@ -135,7 +147,8 @@ struct FaultInjector::Impl {
     Instant due{};
     Instant deadline{};
     bool told = false;             // the outcome
-    std::vector<std::byte> again;  // what a late quiet writes once more
+    bool once_more = false;        // before it is quiet
+    std::vector<std::byte> again;  // what a late quiet writes
   };
   using Operations = std::list<Operation>;
 
@@ -152,6 +165,8 @@ struct FaultInjector::Impl {
   std::array<std::uint64_t, kNumFaultKinds> raised{};
   Side stores;
   Side lookups;
+  Instant away_until{INT64_MIN};  // no client for puts and gets
+  LateRead late_read;
   std::uint64_t next_inner = 1;
   std::unordered_map<std::uint64_t, Operations::iterator> by_inner;  // of both sides
 
@@ -177,7 +192,9 @@ struct FaultInjector::Impl {
              const Removal& removal = {}) {
     Side& side = of_index(kind) ? lookups : stores;
     if (side.closed) return false;
-    const std::optional<FaultKind> fault = draw(kind);
+    std::optional<FaultKind> fault = draw(kind);
+    if (fault == FaultKind::kClientLost) lose_client(now);
+    if (!of_index(kind) && now < away_until) fault = FaultKind::kClientLost;
     if (fault == FaultKind::kRefuse || fault == FaultKind::kLookupRefused) {
       raise(*fault);
       return false;
@@ -196,7 +213,7 @@ struct FaultInjector::Impl {
     op.due = now;
     op.deadline = deadline;
     if (const auto status = withheld_status(*fault)) {
-      raise(*fault);
+      if (fault != FaultKind::kClientLost) raise(*fault);  // counts once for each client
       withhold(op, *status, whole_call(*fault));
     } else if (*fault == FaultKind::kDelay) {
       raise(*fault);
@@ -212,8 +229,26 @@ struct FaultInjector::Impl {
       for (ItemResult& item : op.items) item = {ItemStatus::kTimedOut, 0};
       tell(side, op, false);
       op.due = now + up_to(plan.late);
+    } else if (*fault == FaultKind::kRemoveLate) {
+      raise(*fault);
+      for (ItemResult& item : op.items) item = {ItemStatus::kUnavailable, 0};
+      tell(side, op, false);
+      op.due = now + up_to(plan.late);
     }
     return true;
+  }
+
+  // Whoever waits for its calls is told; what native code has begun goes on.
+  void lose_client(Instant now) {
+    raise(FaultKind::kClientLost);
+    away_until = now + up_to(plan.late);
+    for (Operation& op : stores.operations) tell_unquiet(op, ItemStatus::kTimedOut);
+  }
+
+  void tell_unquiet(Operation& op, ItemStatus status) {
+    if (op.told) return;
+    for (ItemResult& item : op.items) item = {status, 0};
+    tell(stores, op, false);
   }
 
   bool pass_on(Side& side, Kind kind, OpId id, std::unique_ptr<ObjectBatch>& batch, Instant now,
@@ -285,15 +320,8 @@ struct FaultInjector::Impl {
         ++at;
         continue;
       }
-      std::size_t rewritten = 0;
-      if (!op.again.empty()) {
-        for_each_good_segment(op, [&](const Segment& segment) {
-          std::copy_n(op.again.begin() + static_cast<std::ptrdiff_t>(rewritten), segment.length,
-                      segment.base);
-          rewritten += segment.length;
-        });
-      }
-      if (rewritten > 0 || (op.partial && op.passed.empty())) {
+      if (op.once_more) touch_again(op);
+      if (op.once_more || (op.partial && op.passed.empty())) {
         tell(side, op, true);
         at = side.operations.erase(at);
         continue;
@@ -321,6 +349,31 @@ struct FaultInjector::Impl {
     }
   }
 
+  void touch_again(const Operation& op) const {
+    if (op.kind == Kind::kPut) {
+      read_again(op);
+      return;
+    }
+    auto at = op.again.begin();
+    for_each_good_segment(op, [&](const Segment& segment) {
+      std::copy_n(at, segment.length, segment.base);
+      at += static_cast<std::ptrdiff_t>(segment.length);
+    });
+  }
+
+  void read_again(const Operation& op) const {
+    std::vector<std::byte> bytes;
+    for (std::size_t i = 0; i < op.items.size() && late_read; ++i) {
+      if (op.items[i].status != ItemStatus::kOk) continue;
+      bytes.clear();
+      for (std::uint32_t s = i == 0 ? 0 : op.batch->ends[i - 1]; s < op.batch->ends[i]; ++s) {
+        const Segment& segment = op.batch->segments[s];
+        bytes.insert(bytes.end(), segment.base, segment.base + segment.length);
+      }
+      late_read(op.batch->keys[i], bytes);
+    }
+  }
+
   void inner_end(Side& side, Completion& done, Instant now) {
     const auto found = by_inner.find(static_cast<std::uint64_t>(done.op));
     if (found == by_inner.end()) return;
@@ -335,8 +388,7 @@ struct FaultInjector::Impl {
     }
     if (!done.quiet) {
       // What changes the bytes waits until nobody else writes them.
-      const bool later =
-          op.fault && (changes_result(*op.fault) || *op.fault == FaultKind::kLateQuiet);
+      const bool later = op.fault && (changes_result(*op.fault) || touches_again(*op.fault));
       if (!op.told && !later) tell(side, op, false);
       return;
     }
@@ -347,8 +399,9 @@ struct FaultInjector::Impl {
       op.batch = std::move(done.batch);
     }
     if (op.fault && !op.told && changes_result(*op.fault)) change_result(op);
-    if (op.fault == FaultKind::kLateQuiet && !side.closed && any_ok(op)) {
+    if (op.fault && touches_again(*op.fault) && !side.closed && any_ok(op)) {
       raise(*op.fault);
+      op.once_more = true;
       for_each_good_segment(op, [&](const Segment& segment) {
         op.again.insert(op.again.end(), segment.base, segment.base + segment.length);
       });
@@ -383,8 +436,10 @@ struct FaultInjector::Impl {
     }
     if (good.empty()) return;
     raise(*op.fault);
-    if (*op.fault == FaultKind::kDuplicate) {
-      for (const std::uint32_t i : good) op.items[i] = {ItemStatus::kDuplicate, 0};
+    if (*op.fault == FaultKind::kDuplicate || *op.fault == FaultKind::kLostAnswer) {
+      const bool lost = *op.fault == FaultKind::kLostAnswer;
+      for (const std::uint32_t i : good)
+        op.items[i] = {lost ? ItemStatus::kFailed : ItemStatus::kDuplicate, 0};
       return;
     }
     const std::uint32_t item = good[random.below(good.size())];
@@ -438,11 +493,27 @@ struct FaultInjector::Impl {
         for (ItemResult& item : op.items) item = {ItemStatus::kCancelled, 0};
         tell(side, op, !pretends);
       }
-      if (pretends) {
-        ++report.unquiet;
-        report.ops.push_back(op.id);
+      if (pretends) report_unquiet(op, report);
+      if (pretends && plan.lands_after_close && &side == &stores) {
+        op.phase = Phase::kWaiting;
+        ++at;
+        continue;
       }
       at = side.operations.erase(at);
+    }
+  }
+
+  static void report_unquiet(const Operation& op, CloseReport& report) {
+    ++report.unquiet;
+    report.ops.push_back(op.id);
+  }
+
+  // What the inner store has begun goes on there.
+  void leave_inner(CloseReport& report) {
+    for (Operation& op : stores.operations) {
+      if (op.phase != Phase::kInner) continue;
+      tell_unquiet(op, ItemStatus::kCancelled);
+      report_unquiet(op, report);
     }
   }
 };
@@ -471,6 +542,9 @@ std::size_t FaultInjector::hung() const noexcept {
       std::count_if(impl_->stores.operations.begin(), impl_->stores.operations.end(),
                     [](const Impl::Operation& op) { return op.phase == Impl::Phase::kHung; }));
 }
+
+std::size_t FaultInjector::unquiet() const noexcept { return impl_->stores.operations.size(); }
+void FaultInjector::set_late_read(LateRead read) { impl_->late_read = std::move(read); }
 
 void FaultInjector::release_hung() {
   for (Impl::Operation& op : impl_->stores.operations) {
@@ -524,6 +598,12 @@ bool FaultInjector::poll_store(Instant now, Completion& out) {
 
 CloseReport FaultInjector::close_store(Duration budget) {
   CloseReport report;
+  if (impl_->plan.lands_after_close) {
+    if (!impl_->stores.closed) impl_->leave_inner(report);
+    impl_->stores.closed = true;
+    impl_->cancel_waiting(impl_->stores, report);
+    return report;
+  }
   impl_->stores.closed = true;
   impl_->cancel_waiting(impl_->stores, report);
   if (impl_->store) {

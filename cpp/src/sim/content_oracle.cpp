@@ -23,7 +23,8 @@ void write_run(std::uint64_t seed, std::byte* out, std::size_t bytes) noexcept {
 
 std::uint64_t seed_of(const PageShape& shape, std::uint32_t layer, std::uint32_t head,
                       std::uint32_t state, Prefix prefix) noexcept {
-  const std::uint64_t place = (static_cast<std::uint64_t>(shape.group) << 40) |
+  const std::uint64_t place = (static_cast<std::uint64_t>(shape.prefill_rank) << 60) |
+                              (static_cast<std::uint64_t>(shape.group) << 40) |
                               (static_cast<std::uint64_t>(shape.first_layer + layer) << 20) |
                               (shape.first_head + head + 1);
   return scramble(static_cast<std::uint64_t>(prefix) ^ (place * 0xff51afd7ed558ccdull) ^

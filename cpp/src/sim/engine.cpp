@@ -28,13 +28,16 @@ Engine::Engine(std::shared_ptr<const Projection> projection,
   e.observer = observer == nullptr ? &e.silent : observer;
   e.groups = model_groups(*e.projection);
   for (std::uint32_t rank = 0; rank < e.ranks.size(); ++rank) {
-    const std::uint32_t tensor_rank = rank % e.projection->parallel().tp;
+    const ParallelSizes& parallel = e.projection->parallel();
+    const std::uint32_t tensor_rank = rank % parallel.tp;
+    const std::uint32_t prefill_rank = rank / parallel.tp % parallel.pcp;
     const SimMemory& memory = *e.ranks[rank].memory;
     std::vector<std::vector<PageShape>>& of_rank = e.shapes.emplace_back();
     for (const GroupModel& group : e.groups) {
       std::vector<PageShape>& layers = of_rank.emplace_back();
       for (std::uint32_t layer = 0; layer < memory.num_layers(group.id); ++layer)
-        layers.push_back(group.of_rank(memory.page_shape(group.id, layer), tensor_rank));
+        layers.push_back(
+            group.of_rank(memory.page_shape(group.id, layer), tensor_rank, prefill_rank));
     }
   }
   e.drafts = model_drafts(e.groups);
@@ -94,6 +97,7 @@ bool Engine::begin_step(Instant now) {
   e.fence = std::make_shared<StepFence>();
   e.scheduled.clear();
   e.schedule(now);
+  e.observer->scheduled();
   e.connect(now);
   return !e.scheduled.empty();
 }
@@ -144,7 +148,9 @@ bool Engine::step_in_flight() const noexcept { return impl_->in_flight; }
 bool Engine::pump(Instant now) {
   Impl& e = *impl_;
   bool moved = false;
-  for (const EngineRank& rank : e.ranks) {
+  for (std::uint32_t r = 0; r < e.ranks.size(); ++r) {
+    const EngineRank& rank = e.ranks[r];
+    if (!e.observer->moves(r)) continue;
     if (e.options.pump_workers) moved |= rank.worker->pump(now);
     while (rank.worker->poll(e.report)) {
       moved = true;
@@ -157,6 +163,11 @@ bool Engine::pump(Instant now) {
 
 void Engine::deliver(std::span<const std::byte> reports, Instant now) {
   impl_->scheduler->report(reports, now);
+  impl_->settle();
+}
+
+void Engine::rank_gone(Rank rank, Instant now) {
+  impl_->scheduler->rank_gone(rank, now);
   impl_->settle();
 }
 

@@ -117,6 +117,7 @@ bool Engine::Impl::allocate(Sequence& sequence, std::uint32_t to) {
         break;
       case GroupModel::Kind::kState:
         want((to - 1) / group.tokens, sequence.frozen && sequence.computed % group.tokens != 0);
+        for (std::uint32_t i = 0; i < group.extra; ++i) want(group.chunks(to) + i);
         break;
       case GroupModel::Kind::kRing:
         want(0);
@@ -138,7 +139,13 @@ bool Engine::Impl::allocate_load(Sequence& sequence, std::uint32_t local, std::u
     for (std::uint32_t chunk = first; chunk < group.chunks(hit); ++chunk)
       missing.push_back({group.id, chunk, {}});
   }
-  return add_missing(sequence, &taken);
+  if (!add_missing(sequence, &taken)) return false;
+  missing.clear();
+  for (const GroupModel& group : groups) {
+    for (std::uint32_t i = 0; i < group.extra; ++i)
+      missing.push_back({group.id, group.chunks(hit) + i, {}});
+  }
+  return add_missing(sequence, nullptr);
 }
 
 // Full blocks of tokens [from, to) enter the engine's own cache.

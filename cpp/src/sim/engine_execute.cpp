@@ -40,6 +40,13 @@ void Engine::Impl::execute(const Scheduled& work) {
             both(table[(work.to - 1) / group.tokens], [&](const PageView& page) {
               write_state(shape, layer, sequence.trail.prefix_at(work.to - 1), page.base);
             });
+            // Of drafts and checkpoints: states of nobody's prefix.
+            for (std::uint32_t i = 0; i < group.extra; ++i) {
+              const Prefix other =
+                  extend(sequence.trail.prefix_at(work.to - 1), work.to, kVocabulary + i);
+              both(table[group.chunks(work.to) + i],
+                   [&](const PageView& page) { write_state(shape, layer, other, page.base); });
+            }
             break;
           case GroupModel::Kind::kRing: {
             const std::uint32_t first =

@@ -61,6 +61,7 @@ struct Sequence {
   bool frozen = false;          // and lies inside a block, which must not change from then on
   std::uint32_t prefill = 0;    // tokens that were there when it was scheduled from the start
   bool started = false;
+  std::uint64_t preempted_in = 0;            // the last pass that took its blocks; 0: none
   std::vector<std::vector<BlockId>> tables;  // by group
   std::uint32_t reported_hashes = 0;         // to the observer
   FinishedRequest result;

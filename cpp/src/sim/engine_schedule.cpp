@@ -29,7 +29,7 @@ bool Engine::Impl::can_ever_fit(const Request& request) const {
         blocks += std::min(all, (group.window + chunk) / group.tokens + 2);
         break;
       case GroupModel::Kind::kState:
-        blocks += group.fine ? 3 : 2;
+        blocks += (group.fine ? 3 : 2) + group.extra;
         break;
       case GroupModel::Kind::kRing:
         blocks += 1;
@@ -65,6 +65,7 @@ void Engine::Impl::preempt(Sequence& sequence) {
   sequence.phase = Sequence::Phase::kWaiting;
   ++sequence.result.preemptions;
   ++stats.preemptions;
+  sequence.preempted_in = stats.steps;
   scheduler->preempted(sequence.id);
   observer->preempted(sequence.id);
 }
@@ -224,8 +225,8 @@ const Sequence* Engine::Impl::patient() const {
 
 void Engine::Impl::schedule(Instant now) {
   std::uint32_t budget = options.token_budget;
-  // A pass that took blocks away from somebody gives none to newcomers.
-  if (schedule_running(now, budget)) return;
+  // A pass that took blocks away from somebody gives none to newcomers, in most engines (W-C5).
+  if (schedule_running(now, budget) && !options.resume_at_once) return;
   // Those that hold blocks already come first.
   const Sequence* const alone = patient();
   if (alone != nullptr && alone->phase == Sequence::Phase::kWaiting && running.empty()) {
@@ -252,6 +253,7 @@ void Engine::Impl::schedule(Instant now) {
         ++i;
         continue;
       }
+      if (sequence.preempted_in == stats.steps) ++stats.resumed_at_once;
       sequence.phase = Sequence::Phase::kRunning;
       running.push_back(&sequence);
       waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i));
@@ -310,8 +312,9 @@ void Engine::Impl::connect(Instant now) {
   if (!nothing) encode(plan.view(), plan_bytes);
   settle();
   if (nothing) return;
-  for (const EngineRank& rank : ranks) {
-    const SubmitResult result = rank.worker->submit(plan_bytes, ReadyToken::source(fence));
+  for (std::uint32_t r = 0; r < ranks.size(); ++r) {
+    if (!observer->plan_reaches(r, plan)) continue;
+    const SubmitResult result = ranks[r].worker->submit(plan_bytes, ReadyToken::source(fence));
     if (!result.accepted) fail("a worker refuses a plan: " + result.refusal);
   }
 }

@@ -1,6 +1,7 @@
 #include "kvprism/sim/group_model.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -11,30 +12,19 @@
 namespace kvprism::sim {
 namespace {
 
-struct KindRow {
-  std::string_view name;
-  GroupModel::Kind kind;
-};
+// What each kind's attention looks back to, in the order of kModelKinds.
+constexpr std::array<GroupModel::Kind, kModelKinds.size()> kLooksBack{
+    GroupModel::Kind::kFull,   GroupModel::Kind::kFull,   GroupModel::Kind::kFull,
+    GroupModel::Kind::kFull,   GroupModel::Kind::kFull,   GroupModel::Kind::kChunk,
+    GroupModel::Kind::kWindow, GroupModel::Kind::kWindow, GroupModel::Kind::kState,
+    GroupModel::Kind::kFull,   GroupModel::Kind::kRing};
 
-// What each kind's attention looks back to.
-constexpr KindRow kKinds[] = {{"full_attention", GroupModel::Kind::kFull},
-                              {"mla_attention", GroupModel::Kind::kFull},
-                              {"hidden_state", GroupModel::Kind::kFull},
-                              {"rswa", GroupModel::Kind::kFull},
-                              {"sink_full_attention", GroupModel::Kind::kFull},
-                              {"chunked_local_attention", GroupModel::Kind::kChunk},
-                              {"sliding_window", GroupModel::Kind::kWindow},
-                              {"sliding_window_mla", GroupModel::Kind::kWindow},
-                              {"mamba", GroupModel::Kind::kState},
-                              {"circular_buffer", GroupModel::Kind::kRing}};
-
-GroupModel::Kind kind_of(const ResolvedGroup& group) {
-  for (const KindRow& row : kKinds) {
-    if (row.name == group.spec.kind) return row.kind;
-  }
+std::size_t name_of(const ResolvedGroup& group) {
+  const auto found = std::find(kModelKinds.begin(), kModelKinds.end(), group.spec.kind);
+  if (found != kModelKinds.end()) return static_cast<std::size_t>(found - kModelKinds.begin());
   std::string known;
-  for (const KindRow& row : kKinds) {
-    known += (known.empty() ? "" : ", ") + std::string(row.name);
+  for (const std::string_view name : kModelKinds) {
+    known += (known.empty() ? "" : ", ") + std::string(name);
   }
   fail(ErrorCode::kUnsupported, "simulated engine",
        {"groups[" + std::to_string(raw(group.id)) + "].kind", group.spec.kind, known, {}});
@@ -47,12 +37,18 @@ PageShape shape_of(const ResolvedGroup& group, const CacheSpec& spec, GroupModel
   if (const auto* attention = std::get_if<AttentionPayload>(&spec.payload)) {
     const bool ring = kind == GroupModel::Kind::kRing;
     shape.kind = ring ? PageKind::kRing : PageKind::kPositions;
-    shape.heads = attention->num_kv_heads;
+    shape.heads = attention->num_head_slots.value_or(attention->num_kv_heads);
     shape.positions = spec.block_size;
-    shape.content = (attention->head_size + attention->head_size_v) * size_of(attention->dtype);
+    const std::uint32_t elements = attention->head_size + attention->head_size_v;
+    shape.content = static_cast<std::uint32_t>(
+        attention->state_content_bytes.value_or(elements * size_of(attention->dtype)));
     shape.compression = attention->compression;
     shape.states_per_token = attention->states_per_token;
-    shape.context_ranks = ring ? 1 : context_ranks;
+    // Unless a spec says otherwise, all kinds but rings share.
+    shape.context_ranks = ring || !spec.dcp_sharded.value_or(true) ? 1 : context_ranks;
+  } else if (const auto* opaque = std::get_if<RawPayload>(&spec.payload)) {
+    shape.positions = spec.block_size;
+    shape.content = static_cast<std::uint32_t>(opaque->page_size_bytes / spec.block_size);
   } else {
     shape.kind = PageKind::kState;
     shape.content = static_cast<std::uint32_t>(page_size_bytes(spec));
@@ -68,18 +64,13 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
     const ResolvedGroup& group = projection.group(id);
     GroupModel model;
     model.id = id;
-    model.kind = kind_of(group);
+    model.name = name_of(group);
+    model.kind = kLooksBack[model.name];
     model.stored = model.kind != GroupModel::Kind::kRing && group.enable_kv_transfer;
     for (std::size_t layer = 0; layer < group.layers.size(); ++layer) {
       const CacheSpec& spec = group.layer_spec(layer);
       model.shapes.push_back(shape_of(group, spec, model.kind, projection.parallel().dcp));
       model.page_bytes.push_back(page_size_bytes(spec));
-      if (model.shapes.back().bytes() <= model.page_bytes.back()) continue;
-      fail(ErrorCode::kUnsupported, "simulated engine",
-           {"groups[" + std::to_string(raw(id)) + "].page_size_bytes",
-            std::to_string(model.page_bytes.back()),
-            "at least " + std::to_string(model.shapes.back().bytes()) + " bytes",
-            "head slots and state bytes of their own are not simulated"});
     }
     const bool state = model.kind == GroupModel::Kind::kState;
     // Also of a group that this stage holds no layers of.
@@ -96,6 +87,9 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
       model.replicas = std::max(1u, held / attention->total_num_kv_heads);
     } else if (const auto* alike = std::get_if<StatePayload>(&group.spec.payload)) {
       if (alike->tp_replicated) model.replicas = projection.parallel().tp;
+      model.extra = alike->num_speculative_blocks + alike->num_prefill_checkpoint_blocks;
+    } else {
+      model.replicas = projection.parallel().tp;
     }
     model.family = groups.size();
     for (std::size_t other = 0; other < groups.size() && model.stored; ++other) {

@@ -18,6 +18,7 @@ JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection,
       step_tokens_(step_tokens),
       hash_tokens_(projection.hash_block_size()),
       tp_(projection.parallel().tp),
+      pcp_(projection.parallel().pcp),
       drafts_(model_drafts(objects_.groups())),
       held_(projection.num_blocks()),
       at_least_(projection.num_blocks()),
@@ -56,6 +57,11 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
   if ((answer.pending || answer.external_tokens > 0) && access != access_.end() &&
       !access->second.load) {
     fail("access", "request " + number(raw(request)) + " may not load and is looked up");
+  }
+  if (answer.pending) {
+    open_questions_.insert(raw(request));
+  } else if (mode_allows(JobKind::kLoad)) {  // else it may still be asked for, later
+    open_questions_.erase(raw(request));
   }
   if (answer.pending) {
     if (answered_.erase(raw(request)) != 0 || !asked_at_.contains(raw(request)))
@@ -138,14 +144,26 @@ void JobJudge::save_planned(RequestId request, const TokenRange& range) {
   holes.clear();
 }
 
+bool JobJudge::mode_allows(JobKind kind) const noexcept {
+  const StoreMode other = kind == JobKind::kSave ? StoreMode::kReadOnly : StoreMode::kWriteOnly;
+  return mode_ != StoreMode::kOff && mode_ != other;
+}
+
+RequestAccess JobJudge::access(RequestId request) const {
+  const auto found = access_.find(raw(request));
+  return found == access_.end() ? RequestAccess{} : found->second;
+}
+
 void JobJudge::check_allowed(const JobRecord& record) {
   const bool save = record.kind == JobKind::kSave;
-  if (mode_ == StoreMode::kOff || mode_ == (save ? StoreMode::kReadOnly : StoreMode::kWriteOnly)) {
+  // A load began when it was allocated, which was allowed.
+  if (begun_.erase(raw(record.id)) != 0) return;
+  if (!mode_allows(record.kind)) {
     fail("mode",
          "job " + number(raw(record.id)) + " is planned in mode " + std::string(to_string(mode_)));
   }
-  const auto access = access_.find(raw(record.request));
-  if (access == access_.end() || (save ? access->second.save : access->second.load)) return;
+  const RequestAccess allowed = access(record.request);
+  if (save ? allowed.save : allowed.load) return;
   fail("access", "job " + number(raw(record.id)) + " is of request " + number(raw(record.request)) +
                      ", which may not " + (save ? "save" : "load"));
 }
@@ -223,8 +241,34 @@ void JobJudge::planned(const StepPlan& plan) {
   }
 }
 
+bool JobJudge::plan_reaches(std::uint32_t rank, const StepPlan& plan) {
+  const bool dead = (dead_ >> rank & 1) != 0;
+  const bool lost = !dead && losing_ == rank && had_job_[rank] && !plan.jobs.empty();
+  if (!dead && !lost) {
+    had_job_[rank] |= !plan.jobs.empty();
+    return true;
+  }
+  for (const JobRecord& record : plan.jobs) jobs_[raw(record.id)].lost[rank] = true;
+  if (lost) {
+    ++plans_lost_;
+    losing_ = kMaxRanks;
+    last_plan_.clear();  // whoever gives it to the rank gives it for the first time
+  }
+  return false;
+}
+
+void JobJudge::rank_died(std::uint32_t rank) {
+  dead_ |= 1u << rank;
+  for (auto& [id, job] : jobs_) job.lost[rank] = true;
+}
+
 void JobJudge::load_started(RequestId request, JobId job) {
   ++num_loads_;
+  if (!access(request).load)
+    fail("access", "request " + number(raw(request)) + " may not load and begins a load");
+  if (!mode_allows(JobKind::kLoad))
+    fail("mode", "a load begins in mode " + std::string(to_string(mode_)));
+  begun_.insert(raw(job));
   if (!open_loads_.emplace(raw(job), request).second)
     fail("load end", "load job " + number(raw(job)) + " starts twice");
 }
@@ -285,6 +329,7 @@ void JobJudge::forget(RequestId request) {
 }
 
 void JobJudge::left(RequestId request) {
+  open_questions_.erase(raw(request));
   left_.insert(raw(request));
   access_.erase(raw(request));
   ++generations_[raw(request)];

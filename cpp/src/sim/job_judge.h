@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -37,8 +38,21 @@ class JobJudge final : public EngineObserver {
   void delivered(const WorkerReport& report, Instant now);
   void set_now(Instant now) noexcept { now_ = now; }
   void set_mode(StoreMode mode) noexcept { mode_ = mode; }
-  // From its submission until it leaves.
+  // From now until it leaves.
   void restrict(RequestId request, RequestAccess access) { access_[raw(request)] = access; }
+  RequestAccess access(RequestId request) const;
+  // The next plan with a job does not reach the rank, if it has had one before: a worker answers
+  // for no job before its first.
+  void lose_plan(std::uint32_t rank) noexcept { losing_ = rank; }
+  std::uint64_t plans_lost() const noexcept { return plans_lost_; }
+  // Ranks (bits) whose workers do not move.
+  void hold_still(std::uint32_t ranks) noexcept { still_ = ranks; }
+  // The rank's process ends, and the scheduler will be told of it.
+  void rank_died(std::uint32_t rank);
+  // The scheduler has been told: nothing that the rank has not told holds a block.
+  void rank_gone(std::uint32_t rank, Instant now);
+  // Called in the middle of each step.
+  void set_moment(std::function<void()> moment) { moment_ = std::move(moment); }
   void set_held_channel(std::vector<WorkerReport>* channel) noexcept { channel_ = channel; }
   void set_trace(std::vector<std::string>* trace) noexcept { trace_ = trace; }
   // A purge has begun: what was learnt of the store's content is void.
@@ -75,6 +89,11 @@ class JobJudge final : public EngineObserver {
                  const LookupResult& answer) override;
   void save_planned(RequestId request, const TokenRange& range) override;
   void planned(const StepPlan& plan) override;
+  void scheduled() override {
+    if (moment_) moment_();
+  }
+  bool plan_reaches(std::uint32_t rank, const StepPlan& plan) override;
+  bool moves(std::uint32_t rank) override { return ((still_ | dead_) >> rank & 1) == 0; }
   void preempted(RequestId request) override { outdated_.erase(raw(request)); }
   void left(RequestId request) override;
   void outdated(RequestId request) override { outdated_.insert(raw(request)); }
@@ -114,7 +133,8 @@ class JobJudge final : public EngineObserver {
     // By rank: told by its worker, and delivered to the scheduler.
     std::array<std::uint32_t, kMaxRanks> outcomes{};
     std::array<std::uint32_t, kMaxRanks> quiets{};
-    std::uint32_t asked = 0;  // plans that asked about it: each may be answered
+    std::uint32_t asked = 0;             // plans that asked about it: each may be answered
+    std::array<bool, kMaxRanks> lost{};  // the rank never had its plan, or has ended
     std::array<bool, kMaxRanks> outcome_delivered{};
     std::array<bool, kMaxRanks> quiet_delivered{};
     std::vector<Piece> pieces;
@@ -123,6 +143,7 @@ class JobJudge final : public EngineObserver {
     std::vector<Failed> failed;  // on any rank
   };
   void check_allowed(const JobRecord& record);
+  bool mode_allows(JobKind kind) const noexcept;
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
   void fail(const char* invariant, std::string what);
   void trace(std::string line);
@@ -139,8 +160,7 @@ class JobJudge final : public EngineObserver {
   void load_delivered(Job& job, bool in_time, bool present);
   void owe_gone(const Job& job, bool present);
   bool names_prefix(const StoreChange& change) const;
-  std::string place_name(std::size_t stored, std::uint32_t stage, std::uint32_t shard,
-                         std::string_view content) const;
+  std::string place_name(const ObjectPlace& place, std::string_view content) const;
 
   ObjectJudge& objects_;
   StoreSchedulerOptions options_;
@@ -148,12 +168,21 @@ class JobJudge final : public EngineObserver {
   std::uint32_t step_tokens_;
   std::uint32_t hash_tokens_;
   std::uint32_t tp_;
+  std::uint32_t pcp_;
   bool drafts_;
   std::vector<std::uint32_t> chunk_tokens_;  // by store index
   std::vector<bool> positional_;             // by store index
   Instant now_{};
   StoreMode mode_ = StoreMode::kReadWrite;
   std::unordered_map<std::uint64_t, RequestAccess> access_;  // of restricted requests
+  std::unordered_set<std::uint64_t> open_questions_;         // requests that wait for an answer
+  std::unordered_set<std::uint64_t> begun_;                  // loads of this step, by job
+  std::function<void()> moment_;
+  std::uint32_t losing_ = kMaxRanks;
+  std::uint64_t plans_lost_ = 0;
+  std::array<bool, kMaxRanks> had_job_{};
+  std::uint32_t still_ = 0;  // bits
+  std::uint32_t dead_ = 0;
   std::string broken_;
   std::string invariant_;
   std::vector<std::byte> last_plan_;

@@ -28,12 +28,16 @@ bool JobJudge::hold_report(const WorkerReport& report) {
       fail("job id", "a worker reports job " + number(raw(entry.job)) + ", which nobody planned");
       continue;
     }
+    const bool failed_whole = entry.outcome == JobOutcome::kFailed && entry.quiet != 0;
+    if (found->second.lost[raw(report.rank)] && !failed_whole) {
+      fail("outcome", "job " + number(raw(entry.job)) + ", whose plan was lost, is told as " +
+                          std::string(to_string(entry.outcome)));
+    }
     std::uint32_t& outcomes = found->second.outcomes[raw(report.rank)];
     std::uint32_t& quiets = found->second.quiets[raw(report.rank)];
     // A worker answers for a job that it has forgotten, never for one that moves.
     const bool over = outcomes != 0 && quiets != 0;
-    const bool answer = over && entry.outcome == JobOutcome::kFailed && entry.quiet != 0 &&
-                        outcomes <= found->second.asked;
+    const bool answer = over && failed_whole && outcomes <= found->second.asked;
     if (entry.outcome != JobOutcome::kNone) ++outcomes;
     if (entry.quiet != 0) ++quiets;
     if (outcomes > 1 && !answer)
@@ -100,6 +104,19 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
   }
 }
 
+void JobJudge::rank_gone(std::uint32_t rank, Instant now) {
+  WorkerReport gone;
+  gone.rank = Rank{rank};
+  for (const auto& [id, job] : jobs_) {
+    if (job.quiet_delivered[rank]) continue;
+    JobReport& entry = gone.jobs.emplace_back();
+    entry.job = JobId{id};
+    entry.quiet = 1;
+    if (!job.outcome_delivered[rank]) entry.outcome = JobOutcome::kFailed;
+  }
+  delivered(gone, now);
+}
+
 void JobJudge::save_delivered(Job& job, bool counts, bool present) {
   // What ends while a purge waits for it is void, as is all before it.
   if (purging_) job.pieces.clear();
@@ -132,8 +149,12 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
     });
     if (piece == job.pieces.end()) continue;
     const std::size_t stored = raw(piece->group);
+    const std::uint32_t above = one.rank / tp_;
     const std::string place =
-        place_name(stored, one.rank / tp_, objects_.shard_of(stored, one.rank % tp_),
+        place_name({.stored = stored,
+                    .stage = above / pcp_,
+                    .pcp = above % pcp_,
+                    .shard = objects_.shard_of(stored, one.rank % tp_)},
                    std::string_view(piece->content).substr(0, sizeof(BlockHash)));
     may_go_.insert(place);
     if (!in_time || job.whole || !known) continue;
@@ -206,14 +227,22 @@ void JobJudge::told(const StoreChange& change) {
   --(change.stored ? owed_ : owed_gone_)[content];
 }
 
-std::string JobJudge::place_name(std::size_t stored, std::uint32_t stage, std::uint32_t shard,
-                                 std::string_view content) const {
-  return number(stored) + " " + number(stage) + " " + number(shard) + " " + std::string(content);
+std::string JobJudge::place_name(const ObjectPlace& place, std::string_view content) const {
+  std::string name;
+  for (const std::uint64_t part : {std::uint64_t{place.stored}, std::uint64_t{place.stage},
+                                   std::uint64_t{place.pcp}, std::uint64_t{place.shard}}) {
+    name += number(part) + " ";
+  }
+  return name + std::string(content);
 }
 
 void JobJudge::asking() {
   if (mode_ == StoreMode::kOff || mode_ == StoreMode::kWriteOnly)
     fail("mode", "the store is asked in mode " + std::string(to_string(mode_)));
+  const bool wanted =
+      std::any_of(open_questions_.begin(), open_questions_.end(),
+                  [&](std::uint64_t request) { return access(RequestId{request}).load; });
+  if (!wanted) fail("access", "the store is asked, and nobody who waits for an answer may load");
 }
 
 void JobJudge::asking(std::string_view key) {
@@ -235,7 +264,7 @@ void JobJudge::removing(std::string_view key) {
     return;
   }
   const std::string_view hash(reinterpret_cast<const char*>(place.hash.data()), place.hash.size());
-  going_.insert(place_name(place.stored, place.stage, place.shard, hash));
+  going_.insert(place_name(place, hash));
 }
 
 void JobJudge::removed(std::string_view key, bool still_there) {
@@ -355,6 +384,7 @@ std::string JobJudge::check_ended() const {
 
 std::string JobJudge::check_closed(std::uint32_t rank, std::size_t unquiet) const {
   for (const auto& [id, job] : jobs_) {
+    if (job.lost[rank]) continue;
     if (job.outcomes[rank] == 0)
       return "job " + number(id) + " has no outcome although its worker has closed";
     if (job.quiets[rank] == 0 && unquiet == 0) {

@@ -37,7 +37,8 @@ ObjectJudge::ObjectJudge(std::vector<GroupModel> whole, std::vector<std::vector<
     std::uint32_t& all = everywhere_.emplace_back(0);
     const std::uint32_t tensor_ranks = shape_.tp / sharing(stored);
     for (std::uint32_t stage = 0; stage < stages_.size(); ++stage) {
-      const std::uint32_t of_stage = ((1u << tensor_ranks) - 1) << (stage * tensor_ranks);
+      const std::uint32_t ranks = tensor_ranks * shape_.pcp;
+      const std::uint32_t of_stage = ((1u << ranks) - 1) << (stage * ranks);
       if (has_place({.stored = stored, .stage = stage})) all |= of_stage;
     }
   }
@@ -82,14 +83,13 @@ std::string ObjectJudge::read_key(std::string_view key, ObjectPlace& place) cons
     return "a key of no stored group: " + shown;
   place.stored = index;
   std::uint32_t dcp = 0;
-  std::uint32_t pcp = 0;
   if (shape_.vllm_keys) {
     if (!number_in(take(), "pp_rank:", place.stage) || !number_in(take(), "dcp", dcp) ||
-        !number_in(take(), "pcp", pcp) || !number_in(take(), "tp_rank:", place.shard)) {
+        !number_in(take(), "pcp", place.pcp) || !number_in(take(), "tp_rank:", place.shard)) {
       return "a key of no rank: " + shown;
     }
   } else {
-    std::array<std::uint32_t*, 4> parts{&place.shard, &place.stage, &pcp, &dcp};
+    std::array<std::uint32_t*, 4> parts{&place.shard, &place.stage, &place.pcp, &dcp};
     const std::string_view ranks = take();
     const char* at = ranks.data();
     for (std::uint32_t* part : parts) {
@@ -97,8 +97,8 @@ std::string ObjectJudge::read_key(std::string_view key, ObjectPlace& place) cons
       if (at != ranks.data() + ranks.size()) ++at;
     }
   }
-  if (place.stage >= stages_.size() || place.shard >= shape_.tp / sharing(index) || pcp != 0 ||
-      dcp != place.shard % shape_.dcp) {
+  if (place.stage >= stages_.size() || place.shard >= shape_.tp / sharing(index) ||
+      place.pcp >= shape_.pcp || dcp != place.shard % shape_.dcp) {
     return "a key of no rank: " + shown;
   }
   return "";
@@ -112,7 +112,8 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   const auto prefix = prefixes_.find(place.hash);
   if (prefix == prefixes_.end()) return "a key whose hash nobody made: " + std::string(key);
   const std::uint32_t tensor_ranks = shape_.tp / sharing(place.stored);
-  seen_[place.stored][place.hash] |= 1u << (place.stage * tensor_ranks + place.shard);
+  seen_[place.stored][place.hash] |=
+      1u << ((place.stage * shape_.pcp + place.pcp) * tensor_ranks + place.shard);
 
   const GroupModel& group = stages_[place.stage][raw(stored_[place.stored]->id)];
   const std::vector<std::uint32_t>& tokens = prefix->second;
@@ -134,10 +135,11 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
     state = extend(state, at, tokens[at]);
     if (at >= (tokens.size() - 1) / group.tokens * group.tokens) states.push_back(state);
   }
+  ++checked_kinds_[group.name];
   // What lies behind the last token of the prefix, or pads a page, may be anything.
   expected_.assign(bytes.begin(), bytes.end());
   for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
-    const PageShape shape = group.shape(layer, place.shard * sharing(place.stored));
+    const PageShape shape = group.shape(layer, place.shard * sharing(place.stored), place.pcp);
     const PageView page = page_in_object(group, layer, expected_.data());
     if (group.kind == GroupModel::Kind::kState) {
       write_state(shape, layer, state, page.base);

@@ -1,6 +1,7 @@
 // Knows from outside what every stored object must be, and what a hit could be made of.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +30,7 @@ struct HashOfHash {
 struct WorldShape {
   std::uint32_t tp = 1;
   std::uint32_t dcp = 1;
+  std::uint32_t pcp = 1;
   std::uint32_t alignment = 0;  // hits end on multiples of it
   std::uint32_t step = 0;       // S
   std::string layout;
@@ -39,6 +41,7 @@ struct WorldShape {
 struct ObjectPlace {
   std::size_t stored = 0;  // index among the stored groups
   std::uint32_t stage = 0;
+  std::uint32_t pcp = 0;    // rank
   std::uint32_t shard = 0;  // among the stage's tensor ranks; replicas may share one
   BlockHash hash{};
 };
@@ -104,6 +107,10 @@ class ObjectJudge {
   // Whether a stage holds no layers of a stored group.
   bool bare_stages() const noexcept;
   std::uint64_t checked() const noexcept { return checked_; }
+  // By kind: of those, what was compared with the oracle.
+  const std::array<std::uint64_t, kStoredKinds>& checked_kinds() const noexcept {
+    return checked_kinds_;
+  }
 
  private:
   // Tensor ranks that share a key of the group.
@@ -136,6 +143,7 @@ class ObjectJudge {
   std::vector<std::uint32_t> everywhere_;  // by stored group: all of them
   std::vector<std::byte> expected_;
   std::uint64_t checked_ = 0;
+  std::array<std::uint64_t, kStoredKinds> checked_kinds_{};
 };
 
 }  // namespace kvprism::sim

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <string_view>
+#include <variant>
 
 namespace kvprism::sim {
 namespace {
@@ -43,7 +44,11 @@ void SimMemory::place(const Projection& projection, const SimMemoryOptions& opti
       PageShape shape = group.shapes[layer];
       if (!options.first_layers.empty()) shape.first_layer = options.first_layers[raw(group.id)];
       Page page{shape, group.page_bytes[layer], shape.positions};
-      const bool whole = page.bytes == shape.bytes() && !(splits_heads_ && layout[0] == 'B');
+      // Of opaque bytes nobody says where positions are.
+      const bool opaque =
+          std::holds_alternative<RawPayload>(projection.group(group.id).layer_spec(layer).payload);
+      const bool whole =
+          page.bytes == shape.bytes() && !opaque && !(splits_heads_ && layout[0] == 'B');
       if (options.kernel_blocks && whole && shape.positions % 2 == 0) page.kernel_slots /= 2;
       slot = std::max(slot, splits_heads_ ? page.bytes / shape.heads : page.bytes);
       heads = std::max<std::uint64_t>(heads, shape.heads);

@@ -66,11 +66,12 @@ void WorldRun::verify() {
 
 bool WorldRun::drained() const {
   return life_.engine->idle() && life_.scheduler->tracked() == 0 && queue_.empty() &&
-         channel_.empty() && !life_.scheduler->purge_status().active();
+         channel_.empty() && ghosts_.empty() && !life_.scheduler->purge_status().active();
 }
 
 // No more work and no more faults: everything must come to its end.
 void WorldRun::drain() {
+  if (dead_) restart();
   life_.index->set_plan(FaultPlan{});
   for (const auto& injector : life_.injectors) injector->set_plan(FaultPlan{});
   for (std::uint32_t turn = 0; turn < kDrainTurns && result_.passed && !drained(); ++turn) {

@@ -97,7 +97,7 @@ void change_specs(GroupConfig& group, Change change) {
 }
 
 std::uint32_t block_tokens(const GroupConfig& group, const CacheConfig& config) {
-  return tokens_per_block(first_spec(group), config.parallel, SpecRegistry::builtin());
+  return tokens_per_block(first_spec(group), config.parallel, world_registry());
 }
 
 // Hits inside blocks, where the groups allow it: of windows a block may not be larger than a hash,
@@ -146,7 +146,6 @@ void reshape(SeededRandom& random, CacheConfig& config) {
       } else if (roll == 1) {
         payload.states_per_token = 2;
         spec.block_size *= 2;
-        if (spec.sink_len) spec.sink_len = spec.block_size;
       } else if (roll == 2 && !splits_heads) {
         spec.page_size_padded = unpadded_page_bytes(spec) + 5;
       }
@@ -167,6 +166,68 @@ void replicate(SeededRandom& random, CacheConfig& config) {
       attention->total_num_kv_heads = std::max(1u, heads);
     });
   }
+}
+
+// Windows beside groups whose tokens decode context ranks share; chunks may be either.
+void share_tokens(SeededRandom random, CacheConfig& config) {
+  const bool fits = config.hash_block_size.value_or(2) % 2 == 0;
+  if (config.parallel.tp == 1 || config.parallel.dcp > 1 || !fits || random.chance(1, 2)) return;
+  bool windows = false;
+  for (GroupConfig& group : config.groups) {
+    const std::string kind = first_spec(group).kind;
+    const bool window = kind.starts_with("sliding_window");
+    windows |= window;
+    if (!window && (kind != "chunked_local_attention" || random.chance(1, 2))) continue;
+    change_specs(group, [](CacheSpec& spec) { spec.dcp_sharded = false; });
+  }
+  if (windows) config.parallel.dcp = 2;
+}
+
+// Rows and bytes that the engine says, where they do not follow from heads and elements.
+void pack(SeededRandom random, CacheConfig& config) {
+  for (GroupConfig& group : config.groups) {
+    const auto rows = static_cast<std::uint32_t>(random.between(1, 3));
+    const std::uint64_t bytes = random.between(1, 9);
+    if (is_scratch(group) || !random.chance(1, 6)) continue;
+    change_specs(group, [&](CacheSpec& spec) {
+      auto* const payload = std::get_if<AttentionPayload>(&spec.payload);
+      if (payload == nullptr || spec.page_size_padded) return;
+      payload->num_head_slots = rows;
+      payload->state_content_bytes = bytes;
+    });
+  }
+}
+
+// A kind that the engine has added, in the place of full attention.
+void add_engine_kind(SeededRandom random, CacheConfig& config) {
+  for (GroupConfig& group : config.groups) {
+    const bool takes_place = random.chance(1, 5);
+    const std::uint64_t bytes = random.between(1, 8);
+    const bool alone = group.members.empty() && group.spec.kind == "full_attention";
+    if (!takes_place || !alone || config.parallel.dcp > 1) continue;
+    const std::uint32_t tokens = block_tokens(group, config);
+    group.spec = {};
+    group.spec.kind = "engine_prefix";
+    group.spec.block_size = tokens;
+    group.spec.payload = RawPayload{bytes * tokens};
+  }
+}
+
+// Blocks of a state's table that hold no state of the prefix.
+void add_extra_states(SeededRandom random, CacheConfig& config) {
+  for (GroupConfig& group : config.groups) {
+    auto* const state = std::get_if<StatePayload>(&group.spec.payload);
+    if (state == nullptr || !random.chance(1, 3)) continue;
+    state->num_speculative_blocks = static_cast<std::uint32_t>(random.between(1, 2));
+    state->num_prefill_checkpoint_blocks = static_cast<std::uint32_t>(random.below(2));
+  }
+}
+
+// Each of which has blocks of its own; only one stored group may be spread so.
+void add_prefill_ranks(SeededRandom random, CacheConfig& config) {
+  const auto stored = std::count_if(config.groups.begin(), config.groups.end(),
+                                    [](const GroupConfig& group) { return !is_scratch(group); });
+  if (stored == 1 && config.parallel.world() <= 2 && random.chance(1, 3)) config.parallel.pcp = 2;
 }
 
 using Kinds = std::vector<std::pair<std::string, std::uint32_t>>;
@@ -287,8 +348,7 @@ void add_engine_facts(SeededRandom& random, CacheConfig& config) {
     if (random.chance(1, 3)) config.use_eagle = random.chance(3, 4);
   }
   if (random.chance(1, 3)) {
-    const std::uint32_t step =
-        Projection::make(config, SpecRegistry::builtin())->scheduler_block_size();
+    const std::uint32_t step = Projection::make(config, world_registry())->scheduler_block_size();
     config.prefix_cache_retention_interval = static_cast<std::uint32_t>(random.below(4)) * step;
   }
   if (config.parallel.tp == 1) config.parallel.pp = pick(random, std::array{1u, 1u, 1u, 2u, 3u});
@@ -325,7 +385,7 @@ FaultPlan fault_plan(SeededRandom& random) {
   plan.late = milliseconds(static_cast<std::int64_t>(random.between(5, 150)));
   plan.lookup_late = milliseconds(static_cast<std::int64_t>(random.between(5, 80)));
   const bool everything = random.chance(1, 4);
-  for (std::size_t i = 0; i < kNumFaultKinds; ++i) {
+  for (std::size_t i = 0; i <= static_cast<std::size_t>(FaultKind::kRemoveFailed); ++i) {
     if (static_cast<FaultKind>(i) == FaultKind::kSilentCorrupt) continue;
     if (everything || random.chance(1, 4)) {
       plan.chance[i] = static_cast<std::uint16_t>(random.between(30, everything ? 200 : 1000));
@@ -337,15 +397,62 @@ FaultPlan fault_plan(SeededRandom& random) {
   return plan;
 }
 
+void add_later_faults(SeededRandom random, WorldConfig& config) {
+  const auto chance = [&](std::uint64_t from, std::uint64_t to) {
+    return static_cast<std::uint16_t>(random.chance(1, 4) ? random.between(from, to) : 0);
+  };
+  config.faults[FaultKind::kLostAnswer] = chance(30, 1000);
+  config.faults[FaultKind::kReadLate] = chance(30, 2000);
+  config.faults[FaultKind::kRemoveLate] = chance(1000, 5000);
+  config.faults[FaultKind::kClientLost] = chance(20, 150);
+  config.faults.lands_after_close = random.chance(1, 2);
+  LaterFaults& later = config.later;
+  later.lag = random.chance(1, 3);
+  later.lose_reports = random.chance(1, 4);
+  later.lose_plans = random.chance(1, 4);
+  later.ranks_die = random.chance(1, 4);
+  later.restrict_late = random.chance(1, 4);
+  config.engine.resume_at_once = random.chance(1, 4);
+}
+
 std::string dashes(bool value, const std::string& word) { return value ? ", " + word : ""; }
 
 }  // namespace
+
+const SpecRegistry& world_registry() {
+  static const SpecRegistry registry = SpecRegistry::builtin().with({
+      .name = "engine_prefix",
+      .payload = PayloadKind::kRaw,
+      .needs = ParameterSet{},
+      .allows = ParameterSet{},
+      .dcp_sharded = false,
+      .latent = true,
+      .traits = [](const CacheSpec&) -> SpecTraits {
+        return {.prefix_cacheable = true,
+                .hit = HitRule::kPrefix,
+                .window = 0,
+                .save = SaveRule::kPositional,
+                .peer = PeerRule::kSuffix,
+                .replay_tokens = 0,
+                .fine_grained_lookup = true};
+      },
+  });
+  return registry;
+}
 
 WorldConfig make_world_config(std::uint64_t seed) {
   SeededRandom random(seed * 0x9e3779b97f4a7c15ull + 0x5eed);
   WorldConfig config;
   config.cache = random.chance(1, 8) ? vllm_config(random) : cache_config(random);
+  const bool ours = config.cache.key_schema != "vllm";
+  if (ours) {
+    share_tokens(SeededRandom(seed ^ 0x7368617265ull), config.cache);
+    pack(SeededRandom(seed ^ 0x7061636bull), config.cache);
+    add_engine_kind(SeededRandom(seed ^ 0x6b696e64ull), config.cache);
+    add_extra_states(SeededRandom(seed ^ 0x7374617465ull), config.cache);
+  }
   add_engine_facts(random, config.cache);
+  if (ours) add_prefill_ranks(SeededRandom(seed ^ 0x706370ull), config.cache);
   retain_windows(SeededRandom(seed ^ 0x77696e646f77ull), config.cache);
   allow_drafts(random, config);
   config.stages = cut_into_stages(random, config.cache);
@@ -406,9 +513,12 @@ WorldConfig make_world_config(std::uint64_t seed) {
   config.max_new_tokens = static_cast<std::uint32_t>(random.between(1, 30));
   config.families = static_cast<std::uint32_t>(random.between(1, 4));
 
+  add_later_faults(SeededRandom(seed ^ 0x6c61746572ull), config);
+
   if (config.clean) {
     // Nothing may be lost here, so no bound may pass either.
     config.faults = FaultPlan{};
+    config.later = {.lag = config.later.lag};
     config.pool = MemoryPoolOptions{};
     config.pool.unfinished_for = {};  // what a restart cut off may be written again
     config.store.lease = {};
@@ -426,6 +536,7 @@ std::string WorldConfig::describe() const {
       std::to_string(cache.num_blocks) + " blocks" +
       (cache.parallel.tp > 1 ? ", " + std::to_string(cache.parallel.tp) + " ranks" : "") +
       (cache.parallel.pp > 1 ? ", " + std::to_string(cache.parallel.pp) + " stages" : "") +
+      (cache.parallel.pcp > 1 ? ", 2 prefill ranks" : "") +
       (cache.parallel.dcp > 1 ? " that share tokens:" : ":");
   text += " " + cache.kv_layout;
   for (const GroupConfig& group : cache.groups) {
@@ -435,7 +546,9 @@ std::string WorldConfig::describe() const {
     if (const auto* payload = std::get_if<AttentionPayload>(&spec.payload)) {
       if (payload->compression > 1) text += " compressed";
       if (payload->states_per_token > 1) text += " doubled";
+      if (payload->num_head_slots) text += " packed";
     }
+    if (cache.parallel.dcp > 1 && spec.dcp_sharded == false) text += " not shared";
     if (spec.page_size_padded) text += " padded";
     if (spec.sliding_window) text += " window " + std::to_string(*spec.sliding_window);
     if (spec.attention_chunk_size) text += " chunk " + std::to_string(*spec.attention_chunk_size);
@@ -468,7 +581,11 @@ std::string WorldConfig::describe() const {
           dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +
           dashes(scheduler.detach_quarantined_loads, "detached loads") + dashes(clean, "clean") +
-          dashes(hold_reports, "held reports") + dashes(reorder_reports, "reordered reports");
+          dashes(hold_reports, "held reports") + dashes(reorder_reports, "reordered reports") +
+          dashes(engine.resume_at_once, "resumes at once") + dashes(later.lag, "ranks lag") +
+          dashes(later.lose_reports, "lost reports") + dashes(later.lose_plans, "lost plans") +
+          dashes(later.ranks_die, "ranks die") + dashes(later.restrict_late, "late restrictions") +
+          dashes(faults.lands_after_close, "calls outlive their client");
   if (pool.capacity_bytes != 0) {
     text += ", pool of " + std::to_string(pool.capacity_bytes) +
             (pool.evict ? " bytes with eviction" : " bytes");

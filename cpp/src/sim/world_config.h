@@ -22,6 +22,15 @@ struct StageConfig {
   std::vector<std::uint32_t> first_layers;  // by group: layers of the stages before it
 };
 
+// Faults that came to the world later: drawn apart, so that the rest of a seed is as it was.
+struct LaterFaults {
+  bool lag = false;  // ranks move one without the other
+  bool lose_reports = false;
+  bool lose_plans = false;
+  bool ranks_die = false;
+  bool restrict_late = false;  // requests, and the mode, at any time
+};
+
 struct WorldConfig {
   CacheConfig cache;  // of the whole model
   std::vector<StageConfig> stages;
@@ -36,6 +45,7 @@ struct WorldConfig {
   bool reorder_reports = false;
   bool erase_objects = false;
   bool restarts = true;
+  LaterFaults later;
   SimMemoryOptions memory;
   std::uint32_t max_requests = 6;  // unfinished at a time
   std::uint32_t max_prompt = 96;
@@ -46,5 +56,8 @@ struct WorldConfig {
 };
 
 WorldConfig make_world_config(std::uint64_t seed);
+
+// Built-in kinds, and `engine_prefix`: opaque pages that are found like full attention's.
+const SpecRegistry& world_registry();
 
 }  // namespace kvprism::sim

@@ -10,6 +10,7 @@ namespace kvprism::sim {
 void WorldRun::event() {
   now_ = now_ + Duration{static_cast<std::int64_t>(random_.below(600'000))};
   life_.judge->set_now(now_);
+  later_event();
   if (mode_ != StoreMode::kReadWrite && random_.chance(1, 40)) set_mode(StoreMode::kReadWrite);
   const std::uint64_t roll = random_.below(1000);
   if (roll < 380) {
@@ -35,10 +36,7 @@ void WorldRun::event() {
   } else if (roll < 998) {
     noise_event();
   } else if (config_.restarts) {
-    trace("restart");
-    count(WorldFault::kRestart);
-    end_life(false);
-    start_life();
+    restart();
   }
   take_finished();
 }
@@ -48,6 +46,9 @@ void WorldRun::release_hung() {
 }
 
 void WorldRun::step_event() {
+  const std::uint64_t ranks = life_.workers.size();
+  if (config_.later.lose_plans && !draining() && later_random_.chance(1, 25))
+    life_.judge->lose_plan(static_cast<std::uint32_t>(later_random_.below(ranks)));
   if (life_.engine->step_in_flight()) {
     trace("finish step");
     life_.engine->finish_step(now_);
@@ -55,13 +56,17 @@ void WorldRun::step_event() {
     trace("begin step");
     life_.engine->begin_step(now_);
   }
+  tell_rank_gone();
 }
 
 void WorldRun::pump_event() {
   trace("pump");
   if (life_.engine->step_in_flight()) count(WorldFault::kLateToken);
+  life_.judge->hold_still(draw_still());
   life_.engine->pump(now_);
+  move_ghosts();
   for (WorkerReport& report : channel_) {
+    if (loses_report()) continue;
     const auto within = [&](std::uint64_t ms) {
       return now_ + Duration{static_cast<std::int64_t>(random_.below(ms * 1'000'000))};
     };
@@ -96,6 +101,18 @@ void WorldRun::deliver_event() {
   while (stale_.size() > 4) stale_.pop_front();
   if (!bytes_.empty()) life_.engine->deliver(bytes_, now_);
   follow_damage();
+}
+
+// Calls of engines that have ended.
+void WorldRun::move_ghosts() {
+  Completion done;
+  for (Ghost& ghost : ghosts_) {
+    while (ghost.calls->poll_store(now_, done)) {
+      if (done.quiet) count(WorldFault::kLandedAfterEnd);
+      done = Completion();
+    }
+  }
+  std::erase_if(ghosts_, [](const Ghost& ghost) { return ghost.calls->unquiet() == 0; });
 }
 
 bool WorldRun::leaving(RequestId request) const {

@@ -1,6 +1,8 @@
 // One engine from its start to its restart, and what it leaves to the totals.
 #include "sim/world_run.h"
 
+#include <algorithm>
+
 #include "kvprism/store/replay_run.h"
 
 namespace kvprism::sim {
@@ -15,7 +17,7 @@ void WorldRun::start_life() {
   std::vector<EngineRank> ranks;
   const ParallelSizes& parallel = config_.cache.parallel;
   for (std::uint32_t r = 0; r < parallel.world(); ++r) {
-    const std::uint32_t stage = r / parallel.tp;
+    const std::uint32_t stage = r / parallel.tp / parallel.pcp;
     const std::shared_ptr<const KeySchema>& schema = stages_[stage];
     SimMemoryOptions own = config_.memory;
     own.first_layers = config_.stages[stage].first_layers;
@@ -23,6 +25,11 @@ void WorldRun::start_life() {
     config_.faults.seed = random_.next();
     const auto injector = std::make_shared<FaultInjector>(
         std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
+    // What a put reads late must still be what its key says.
+    injector->set_late_read([this](std::string_view key, std::span<const std::byte> bytes) {
+      const std::string wrong = objects_.check(key, bytes);
+      if (!wrong.empty()) fail("quiet", "before its put is quiet, " + wrong);
+    });
     StoreWorkerOptions worker = config_.worker;
     worker.rank = Rank{r};
     life_.memories.push_back(memory);
@@ -34,6 +41,9 @@ void WorldRun::start_life() {
         life_.flights.back(), worker));
     ranks.push_back({life_.workers.back(), memory});
   }
+  const auto cut = [](const CacheTensor& tensor) { return tensor.kernel_block_size != 0; };
+  const std::vector<CacheTensor>& tensors = life_.memories[0]->tensors();
+  if (std::any_of(tensors.begin(), tensors.end(), cut)) count(WorldFault::kKernelBlocks);
   config_.faults.seed = random_.next();
   life_.index = std::make_shared<FaultInjector>(
       nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
@@ -55,6 +65,7 @@ void WorldRun::start_life() {
   life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
   life_.watch->set_judge(life_.judge.get());
   life_.judge->set_now(now_);
+  if (config_.later.restrict_late) life_.judge->set_moment([this] { restrict_late(); });
   life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks),
                                           config_.engine, life_.judge.get());
 }
@@ -63,6 +74,7 @@ void WorldRun::end_life(bool drained) {
   life_.engine->finish_step(now_);
   const Duration budget = drained || random_.chance(1, 2) ? seconds(1) : Duration{};
   for (std::uint32_t r = 0; r < life_.workers.size(); ++r) {
+    if (r == dead_) continue;
     const CloseReport closed = life_.workers[r]->close(now_, budget);
     WorkerReport report;
     while (life_.workers[r]->poll(report)) {
@@ -73,10 +85,12 @@ void WorldRun::end_life(bool drained) {
     if (!broken.empty()) fail("close", broken);
     if (drained && closed.unquiet != 0)
       fail("close", std::to_string(closed.unquiet) + " operations are not quiet");
+    if (life_.injectors[r]->unquiet() != 0)
+      ghosts_.push_back({life_.injectors[r], life_.memories[r]});
   }
   life_.index->close_index({});
   if (!recording_.empty()) {
-    const ReplayRunResult replay = replay_run(recording_);
+    const ReplayRunResult replay = replay_run(recording_, world_registry());
     if (!replay.same) fail("replay", replay.difference);
     count(WorldFault::kReplayed);
   }
@@ -102,6 +116,8 @@ void WorldRun::end_life(bool drained) {
   add_faults(*life_.index);
   for (const auto& injector : life_.injectors) add_faults(*injector);
   count(WorldFault::kPreemption, stats.preemptions);
+  count(WorldFault::kResumedAtOnce, stats.resumed_at_once);
+  count(WorldFault::kPlanLost, life_.judge->plans_lost());
   count(WorldFault::kDraftRejected, stats.rejected_tokens);
   count(WorldFault::kDetachedLoad, stats.loads_detached);
   count(WorldFault::kPartialLoad, stats.loads_partial);
@@ -115,11 +131,19 @@ void WorldRun::end_life(bool drained) {
   // Native code may still own parts of it.
   graveyard_.insert(graveyard_.end(), life_.memories.begin(), life_.memories.end());
   life_ = Life();
+  dead_.reset();
   purging_ = false;
   mode_ = StoreMode::kReadWrite;
   live_.clear();
   leaving_.clear();
   completed_.clear();
+}
+
+void WorldRun::restart() {
+  trace("restart");
+  count(WorldFault::kRestart);
+  end_life(false);
+  start_life();
 }
 
 }  // namespace kvprism::sim

@@ -86,6 +86,8 @@ void WorldRun::set_mode(StoreMode mode) {
 
 // A plan that is not the next one of this worker's scheduler must be refused, whatever is wrong.
 void WorldRun::foreign_plan() {
+  const auto rank = static_cast<std::uint32_t>(random_.below(life_.workers.size()));
+  if (rank == dead_) return;  // it may not have had the latest one
   trace("a foreign plan");
   count(WorldFault::kPlanForeign);
   const std::uint32_t chunk_tokens = projection_->group(StoreIndex{0}).tokens_per_block;
@@ -115,7 +117,7 @@ void WorldRun::foreign_plan() {
   if (wrong == 4) plan.mark_tokens[0] += chunk_tokens;
   if (wrong == 5) --plan.runs[0].valid_tokens_last;
   if (wrong == 6) plan.epoch ^= 2;
-  StoreWorker& worker = *life_.workers[random_.below(life_.workers.size())];
+  StoreWorker& worker = *life_.workers[rank];
   const SubmitResult answer = worker.submit(plan.view(), ReadyToken::host());
   if (answer.accepted) {
     fail("foreign plan", std::string("a worker takes a plan with ") + kWhat[wrong]);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -49,6 +50,13 @@ struct Completed {
   std::uint32_t junction = 0;  // where it left what others had stored; 0: unknown
 };
 
+// A client of an engine that has ended, with calls that still go on, and the memory that they
+// touch.
+struct Ghost {
+  std::shared_ptr<FaultInjector> calls;
+  std::shared_ptr<SimMemory> memory;
+};
+
 class WorldRun {
  public:
   explicit WorldRun(const WorldOptions& options);
@@ -60,6 +68,7 @@ class WorldRun {
     result_.totals.world_faults[static_cast<std::size_t>(kind)] += times;
   }
   void fit_prompts();
+  void count_features();
   bool tracing() const { return event_ >= options_.trace_from; }
   void trace(const std::string& line);
   void fail(std::string invariant, std::string what);
@@ -67,6 +76,7 @@ class WorldRun {
   // An engine's beginning and end (world_life.cpp).
   void start_life();
   void end_life(bool drained);
+  void restart();
 
   // What happens (world_events.cpp).
   void event();
@@ -81,6 +91,17 @@ class WorldRun {
   void follow_damage();
   void abort_event();
   void object_event();
+  void move_ghosts();
+
+  // Ranks that die, plans and reports that are lost, restrictions that come late (world_later.cpp).
+  void later_event();
+  void rank_dies();
+  void tell_rank_gone();
+  void restrict_late();
+  bool loses_report();
+  std::uint32_t draw_still();
+  bool draining() const { return event_ > options_.events; }
+
   void take_finished();
 
   // Calls that nobody should make, and purges (world_noise.cpp).
@@ -110,6 +131,7 @@ class WorldRun {
   const WorldOptions options_;
   WorldConfig config_;
   SeededRandom random_;
+  SeededRandom later_random_;  // of later_event and the like
   Instant now_{1'000'000'000};
   std::uint32_t event_ = 0;
   WorldResult result_;
@@ -122,7 +144,10 @@ class WorldRun {
   const std::uint32_t step_tokens_;
   std::uint64_t version_ = 0;
   std::vector<std::shared_ptr<SimMemory>> graveyard_;
+  std::vector<Ghost> ghosts_;
   Life life_;
+  std::optional<std::uint32_t> dead_;  // a rank of this life
+  std::uint32_t dead_until_ = 0;       // the event that restarts it
 
   std::vector<WorkerReport> channel_;
   std::deque<HeldReport> queue_;

@@ -42,7 +42,26 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "saves held up",
                                                                "saves held back",
                                                                "chunks avoided",
-                                                               "run repeated"};
+                                                               "run repeated",
+                                                               "report lost",
+                                                               "plan lost",
+                                                               "rank gone",
+                                                               "ranks lag",
+                                                               "resumed at once",
+                                                               "restricted late",
+                                                               "landed after end",
+                                                               "context ranks",
+                                                               "tokens not shared",
+                                                               "prefill ranks",
+                                                               "partial hits",
+                                                               "wrappers",
+                                                               "replicas",
+                                                               "compressed",
+                                                               "doubled",
+                                                               "padded",
+                                                               "packed",
+                                                               "extra states",
+                                                               "kernel blocks"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";
 }
@@ -61,6 +80,10 @@ void WorldTotals::add(const WorldTotals& other) noexcept {
   clean_worlds += other.clean_worlds;
   for (std::size_t i = 0; i < faults.size(); ++i) faults[i] += other.faults[i];
   for (std::size_t i = 0; i < world_faults.size(); ++i) world_faults[i] += other.world_faults[i];
+  for (std::size_t i = 0; i < arrangements.size(); ++i) arrangements[i] += other.arrangements[i];
+  for (std::size_t kind = 0; kind < checked.size(); ++kind) {
+    for (std::size_t i = 0; i < kLayouts.size(); ++i) checked[kind][i] += other.checked[kind][i];
+  }
 }
 
 }  // namespace kvprism::sim

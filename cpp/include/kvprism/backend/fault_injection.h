@@ -4,7 +4,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -40,8 +42,16 @@ enum class FaultKind : std::uint8_t {
   kLookupRefused,  // start returns false
   // Of removals.
   kRemoveFailed,  // nothing is removed, every key kUnavailable
+  // More of puts.
+  kLostAnswer,  // everything is stored, and told as failed (R53)
+  kReadLate,    // outcome ok; the sources are read once more before it is quiet
+  // More of removals.
+  kRemoveLate,  // told as unavailable and not quiet; done afterwards, then it is quiet
+  // More of puts and gets.
+  kClientLost,  // all calls in flight are told as timed out and not quiet, and land afterwards;
+                // until a new client is there, everything is kUnavailable
 };
-inline constexpr std::size_t kNumFaultKinds = 20;
+inline constexpr std::size_t kNumFaultKinds = 24;
 
 KVPRISM_API std::string_view to_string(FaultKind kind) noexcept;
 
@@ -50,9 +60,13 @@ struct FaultPlan {
   // Chance of each kind per operation it can befall, in 1/10,000. An operation meets at most one
   // fault.
   std::array<std::uint16_t, kNumFaultKinds> chance{};
-  Duration delay = milliseconds(20);          // kDelay: up to this
-  Duration late = milliseconds(100);          // kLandLate, kLateQuiet: up to this, from the outcome
+  Duration delay = milliseconds(20);  // kDelay: up to this
+  // kLandLate, kLateQuiet, kReadLate, kRemoveLate: up to this, from the outcome; kClientLost: up to
+  // this without a client.
+  Duration late = milliseconds(100);
   Duration lookup_late = milliseconds(1000);  // kLookupLate: up to this
+  // What is not quiet when the store is closed still lands for whoever goes on polling.
+  bool lands_after_close = false;
 
   std::uint16_t& operator[](FaultKind kind) noexcept {
     return chance[static_cast<std::size_t>(kind)];
@@ -82,6 +96,11 @@ class KVPRISM_API FaultInjector final : public ObjectStore, public ObjectIndex {
   // Operations without an outcome for ever, until this lets them run.
   std::size_t hung() const noexcept;
   void release_hung();
+  // Puts and gets that are not quiet.
+  std::size_t unquiet() const noexcept;
+  // What kReadLate reads: a key, and the bytes of its sources just before they are quiet.
+  using LateRead = std::function<void(std::string_view key, std::span<const std::byte> bytes)>;
+  void set_late_read(LateRead read);
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                     Instant deadline) override;
@@ -100,6 +119,7 @@ class KVPRISM_API FaultInjector final : public ObjectStore, public ObjectIndex {
   void set_wakeup(Wakeup wakeup) override;
   bool poll_store(Instant now, Completion& out) override;
   // What hangs or lands late ends as kCancelled and stays unquiet: its memory must stay mapped.
+  // With lands_after_close so does what the inner store has begun.
   CloseReport close_store(Duration budget) override;
 
  private:

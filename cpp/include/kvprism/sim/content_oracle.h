@@ -54,7 +54,8 @@ struct PageShape {
   std::uint32_t states_per_token = 1;
   std::uint32_t context_ranks = 1;
   std::uint32_t context_rank = 0;
-  std::uint32_t first_layer = 0;  // of a pipeline stage: the group's layers before it
+  std::uint32_t first_layer = 0;   // of a pipeline stage: the group's layers before it
+  std::uint32_t prefill_rank = 0;  // of prefill context ranks, each of which has bytes of its own
 
   std::uint64_t bytes() const noexcept { return std::uint64_t{heads} * positions * content; }
   std::uint32_t tokens() const noexcept {

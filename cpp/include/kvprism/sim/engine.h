@@ -29,6 +29,7 @@ struct EngineOptions {
       true;  // until the load ends; false: only the job's references hold them
   bool offer_states_late = false;  // in the step after the one that computes them
   bool aligned_steps = true;       // a prefill step ends where a state can be kept; false: anywhere
+  bool resume_at_once = false;     // what a pass has preempted may start again in the same pass
   // Tokens that a draft model proposes in each decoding step. Some of them are accepted, and the
   // bytes of the others are overwritten later. Windows must retain as many.
   std::uint32_t draft_tokens = 0;
@@ -68,7 +69,8 @@ struct EngineStats {
   std::uint64_t aborted = 0;
   std::uint64_t rejected = 0;
   std::uint64_t preemptions = 0;
-  std::uint64_t prompt_tokens = 0;  // of submitted requests
+  std::uint64_t resumed_at_once = 0;  // in the pass that had preempted them
+  std::uint64_t prompt_tokens = 0;    // of submitted requests
   std::uint64_t local_hit_tokens = 0;
   std::uint64_t external_hit_tokens = 0;  // delivered
   std::uint64_t computed_tokens = 0;
@@ -132,6 +134,8 @@ class Engine {
   bool pump(Instant now);
   // Reports that an observer has held back.
   void deliver(std::span<const std::byte> reports, Instant now);
+  // The rank's process has ended.
+  void rank_gone(Rank rank, Instant now);
 
   // Appends and forgets.
   void take_finished(std::vector<FinishedRequest>& out);

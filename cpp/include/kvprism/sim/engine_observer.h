@@ -24,6 +24,12 @@ class EngineObserver {
                          std::uint32_t /*local_tokens*/, const LookupResult&) {}
   virtual void save_planned(RequestId, const TokenRange&) {}
   virtual void planned(const StepPlan&) {}
+  // A step is scheduled, and the scheduler knows nothing of it yet.
+  virtual void scheduled() {}
+  // False: the plan never reaches the rank.
+  virtual bool plan_reaches(std::uint32_t /*rank*/, const StepPlan&) { return true; }
+  // False: the rank's worker does not move this time.
+  virtual bool moves(std::uint32_t /*rank*/) { return true; }
   virtual void preempted(RequestId) {}
   // The scheduler has been told of its end.
   virtual void left(RequestId) {}

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "kvprism/base/ids.h"
@@ -13,17 +15,27 @@
 
 namespace kvprism::sim {
 
+// Stored kinds, and the ring behind them. `engine_prefix` is one that an engine has added.
+inline constexpr std::array<std::string_view, 11> kModelKinds{
+    "full_attention", "mla_attention",       "hidden_state",
+    "rswa",           "sink_full_attention", "chunked_local_attention",
+    "sliding_window", "sliding_window_mla",  "mamba",
+    "engine_prefix",  "circular_buffer"};
+inline constexpr std::size_t kStoredKinds = kModelKinds.size() - 1;
+
 struct GroupModel {
   enum class Kind : std::uint8_t { kFull, kWindow, kChunk, kState, kRing };
 
   GroupId id{};
   Kind kind{};
+  std::size_t name = 0;          // in kModelKinds
   bool stored = false;           // by its kind and its membership in transfers
   std::uint32_t tokens = 0;      // per block; the capacity of a ring
   std::uint32_t window = 0;      // of a chunk: the tokens of an attention chunk
   std::uint32_t gap_window = 0;  // generated tokens farther back lose their blocks; 0: none do
   bool fine = false;             // hits may end inside its blocks
   std::uint32_t replay = 0;      // of a ring
+  std::uint32_t extra = 0;       // blocks of a table behind the one with the state
   std::uint32_t replicas = 1;    // neighbouring tensor ranks that hold the same bytes
   // A hit needs one more object behind it, which is computed anew. Counts for all of a family.
   bool draft = false;
@@ -32,12 +44,15 @@ struct GroupModel {
   std::vector<std::uint64_t> page_bytes;  // by layer, with padding
 
   std::uint32_t layers() const noexcept { return static_cast<std::uint32_t>(shapes.size()); }
-  PageShape shape(std::uint32_t layer, std::uint32_t tensor_rank) const noexcept {
-    return of_rank(shapes[layer], tensor_rank);
+  PageShape shape(std::uint32_t layer, std::uint32_t tensor_rank,
+                  std::uint32_t prefill_rank = 0) const noexcept {
+    return of_rank(shapes[layer], tensor_rank, prefill_rank);
   }
   // A page as another tensor rank holds it. Ranks that share tokens, and replicas, hold the same
   // heads.
-  PageShape of_rank(PageShape page, std::uint32_t tensor_rank) const noexcept {
+  PageShape of_rank(PageShape page, std::uint32_t tensor_rank,
+                    std::uint32_t prefill_rank = 0) const noexcept {
+    page.prefill_rank = prefill_rank;
     page.first_head = tensor_rank / std::max(page.context_ranks, replicas) * page.heads;
     page.context_rank = tensor_rank % page.context_ranks;
     return page;

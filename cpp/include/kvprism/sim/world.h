@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kvprism/backend/fault_injection.h"
+#include "kvprism/sim/group_model.h"
 
 namespace kvprism::sim {
 
@@ -53,8 +54,39 @@ enum class WorldFault : std::uint8_t {
   kSavesHeldBack,   // no fault: saves that waited for the blocks that jobs hold
   kAvoided,         // no fault: chunks not asked for, because their load had failed
   kReplayed,        // no fault: an engine's run was repeated from its recording
+  kReportLost,
+  kPlanLost,        // by one rank
+  kRankGone,        // a rank's process ended, and the engine ran on for a while
+  kLag,             // some ranks moved and others did not
+  kResumedAtOnce,   // a request that was preempted and started again in one pass (W-C5)
+  kRestrictedLate,  // a request, or the mode, in the middle of its life
+  kLandedAfterEnd,  // a call of an engine that had ended
+  // No faults: worlds with arrangements that a part of all have.
+  kContextRanks,  // decode context ranks
+  kUnshared,      // and stored groups whose tokens they do not share
+  kPrefillRanks,  // prefill context ranks
+  kPartialHits,   // hits inside blocks
+  kWrapper,       // layers of several specs in a group
+  kReplicas,      // tensor ranks that share keys
+  kCompressed,    // several tokens in a position
+  kDoubled,       // several positions of a token
+  kPadded,        // pages longer than their content
+  kPacked,        // rows and bytes of a position that do not follow from heads and elements
+  kExtraStates,   // tables of states with blocks for drafts and checkpoints behind them
+  kKernelBlocks,  // blocks of several of the kernel's: once for each engine
 };
-inline constexpr std::size_t kNumWorldFaults = 39;
+inline constexpr std::size_t kNumWorldFaults = 58;
+
+inline constexpr std::array<std::string_view, 6> kLayouts{"LBHNC", "LBNHC", "LHBNC",
+                                                          "BLHNC", "BLNHC", "BHLNC"};
+
+// Tensor ranks and pipeline stages that worlds have.
+struct Arrangement {
+  std::uint32_t ranks;
+  std::uint32_t stages;
+};
+inline constexpr std::array<Arrangement, 6> kArrangements{
+    {{1, 1}, {1, 2}, {1, 3}, {2, 1}, {2, 2}, {4, 1}}};
 
 std::string_view to_string(WorldFault kind) noexcept;
 
@@ -79,6 +111,9 @@ struct WorldTotals {
   std::uint64_t clean_worlds = 0;  // without faults, where also what is missing is a failure
   std::array<std::uint64_t, kNumFaultKinds> faults{};
   std::array<std::uint64_t, kNumWorldFaults> world_faults{};
+  // Objects that were compared with the oracle, by kind (kModelKinds) and layout.
+  std::array<std::array<std::uint64_t, kLayouts.size()>, kStoredKinds> checked{};
+  std::array<std::uint64_t, kArrangements.size()> arrangements{};  // worlds
 
   void add(const WorldTotals& other) noexcept;
 };
@@ -99,14 +134,16 @@ struct WorldResult {
 //   memory        computed and loaded bytes are the oracle's; nothing else changes but destinations
 //                 of running loads; guards are whole
 //   references    a block's references are those of the tables and of the jobs that may still
-//                 touch it; a free block is poisoned
+//                 touch it, on ranks that have not ended; a free block is poisoned
 //   object        every stored object is what the text of its key says; a ring has none
 //   stage         nobody asks for an object that no stage stores
 //   hit           what a lookup offers was stored, is a multiple of A, leaves enough to
 //                 compute; what a load names was stored
 //   bypass        after a failed load a request is offered nothing more
-//   outcome       a worker tells at most one outcome of a job
-//   quiet         and one quiet, not before the outcome; a load ends only when it is quiet
+//   outcome       a worker tells at most one outcome of a job, and failed and quiet of one whose
+//                 plan it never got
+//   quiet         and one quiet, not before the outcome; a load ends only when it is quiet, and
+//                 what a put's call reads before it is quiet is still what its key says
 //   load end      each promised load ends once
 //   job id        no job is planned twice; none is reported that was not planned
 //   null block    no plan names the null block
@@ -118,7 +155,7 @@ struct WorldResult {
 //                 event, and nothing else is; nobody who asks later is offered it before
 //   avoided       nor is a chunk whose load has failed otherwise, for a while
 //   mode          nothing is asked for, loaded or saved that the mode does not allow
-//   access        nor by a request that may not
+//   access        nor by a request that may not, from the moment on that it may not
 //   in flight     a put exceeds the limit on bytes in flight only alone
 //   held          no save begins while jobs hold more blocks than they may
 //   event         what the scheduler announces is what reports have said, by its right name
