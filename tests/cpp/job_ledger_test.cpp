@@ -55,6 +55,21 @@ TEST_F(LedgerTest, OneFailingRankFailsTheJob) {
   EXPECT_EQ(event.failed, (std::vector<FailedChunk>{{StoreIndex{0}, 3, 2}, {StoreIndex{1}, 5, 2}}));
 }
 
+TEST_F(LedgerTest, WhatFailsAndNamesNoChunkFailsWhole) {
+  const std::vector<FailedChunk> named{{StoreIndex{0}, 3, 2}};
+  for (const JobOutcome outcome : {JobOutcome::kPartial, JobOutcome::kExpired}) {
+    for (const bool names : {false, true}) {
+      const JobId job = start(2);
+      ledger.notice(Rank{0}, told(job, JobOutcome::kOk, true), {}, {});
+      ledger.notice(Rank{1}, told(job, outcome, true),
+                    names ? std::span<const FailedChunk>(named) : std::span<const FailedChunk>(),
+                    {});
+      ASSERT_TRUE(ledger.take_outcome(event));
+      EXPECT_EQ(event.whole, !names);
+    }
+  }
+}
+
 TEST_F(LedgerTest, ASilentRankExpiresTheOutcomeButNeverTheBlocks) {
   const JobId job = start(2);
   ledger.notice(Rank{0}, told(job, JobOutcome::kOk, true), {}, {});

@@ -15,6 +15,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr RequestId kRequest{7};
 constexpr std::uint64_t kEpoch = 0x5eed;
@@ -51,6 +52,15 @@ class PurgeTest : public ::testing::Test {
   }
   static FailedChunk failed(std::uint32_t group, std::uint32_t chunk, ItemStatus status) {
     return {StoreIndex{group}, chunk, static_cast<std::uint32_t>(status)};
+  }
+
+  static void keep_warnings() {
+    logged().clear();
+    set_log_sink(
+        +[](void*, LogLevel level, std::string_view text) {
+          if (level == LogLevel::kWarning) logged().emplace_back(text);
+        },
+        nullptr, LogLevel::kInfo);
   }
 
   // Computes 64 tokens and plans their save.
@@ -363,16 +373,31 @@ TEST_F(PurgeTest, ASecondPurgeBeginsAgain) {
   EXPECT_EQ(state(), PurgeState::kWaiting);
 }
 
+TEST_F(PurgeTest, ALookupThatDoesNotReturnIsToldOnce) {
+  build();
+  ASSERT_TRUE(scheduler->lookup(RequestId{8}, 65, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  const auto op = store->lookups.front().op;
+  keep_warnings();
+  scheduler->purge(now);
+  scheduler->end_step(now);
+  EXPECT_THAT(logged(), Not(Contains(HasSubstr("a purge waits")))) << "it may still return";
+  store->lookup_ends.push_back(
+      {.op = op, .outcome = true, .quiet = false, .items = {}, .batch = {}});
+  for (int i = 0; i < 3; ++i) {
+    now = now + seconds(31);
+    scheduler->end_step(now);
+  }
+  EXPECT_EQ(state(), PurgeState::kDraining);
+  EXPECT_THAT(logged(), Contains(HasSubstr("a purge waits for 1 lookups that do not")).Times(1));
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
+}
+
 TEST_F(PurgeTest, WhatKeepsItFromItsEndIsToldOnce) {
   StoreSchedulerOptions options;
   options.quarantine_after = seconds(30);
   build(options);
-  logged().clear();
-  set_log_sink(
-      +[](void*, LogLevel level, std::string_view text) {
-        if (level == LogLevel::kWarning) logged().emplace_back(text);
-      },
-      nullptr, LogLevel::kInfo);
+  keep_warnings();
   const JobId job = save();
   scheduler->purge(now);
   report(job, JobOutcome::kOk, false);

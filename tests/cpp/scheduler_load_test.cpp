@@ -10,6 +10,7 @@ using test::Move;
 using test::moves;
 using test::Rows;
 using test::SchedulerTest;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
@@ -405,6 +406,60 @@ TEST_F(SchedulerTest, ALoadBehindUnsavedLocalTokensLeavesThemToBeSaved) {
   report(*scheduler->allocated(kRequest, 32, rows.get(), now), JobOutcome::kOk, true);
   scheduler->advanced(kRequest, 96, {});
   EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 96}));
+}
+
+// An engine may give a window blocks where neither it nor a load has left bytes.
+TEST_F(SchedulerTest, WhatALoadLeavesUnwrittenIsNotSaved) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(6, 1);
+  exists(hashes, 96);
+  ASSERT_EQ(settle_lookup(97, hashes, 32).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {11, 12, 13, 14, 15, 16}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  EXPECT_THAT(moves(scheduler->end_step(now), 0),
+              ElementsAre(Move{0, 2, 3, 48}, Move{0, 3, 4, 64}, Move{0, 4, 5, 80},
+                          Move{0, 5, 6, 96}, Move{1, 4, 15, 80}, Move{1, 5, 16, 96}));
+  report(job, JobOutcome::kOk, true);
+  scheduler->advanced(kRequest, 96, {});
+  ASSERT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 96}));
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  EXPECT_THAT(
+      moves(scheduler->end_step(now), 0),
+      ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48}, Move{0, 3, 4, 64},
+                  Move{0, 4, 5, 80}, Move{0, 5, 6, 96}, Move{1, 0, 11, 16}, Move{1, 1, 12, 32},
+                  Move{1, 4, 15, 80}, Move{1, 5, 16, 96}));
+  EXPECT_EQ(scheduler->counters().sources_skipped, 2u);
+}
+
+TEST_F(SchedulerTest, WhatIsComputedAnewAfterAPreemptionIsSaved) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(6, 1);
+  exists(hashes, 96);
+  ASSERT_EQ(settle_lookup(97, hashes, 32).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {11, 12, 13, 14, 15, 16}});
+  report(*scheduler->allocated(kRequest, 64, rows.get(), now), JobOutcome::kOk, true);
+  scheduler->preempted(kRequest);
+  scheduler->advanced(kRequest, 96, {});
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  const auto saved = moves(scheduler->end_step(now), 1);
+  EXPECT_THAT(saved, Contains(Move{1, 2, 13, 48}));
+  EXPECT_THAT(saved, Contains(Move{1, 3, 14, 64}));
+}
+
+TEST_F(SchedulerTest, AFailureThatNamesNothingIsWhole) {
+  for (const JobOutcome outcome : {JobOutcome::kPartial, JobOutcome::kExpired}) {
+    build({test::full_group(16)});
+    const Hashes hashes(4, 1);
+    exists(hashes, 64);
+    ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+    const Rows rows({{1, 2, 3, 4}});
+    report(*scheduler->allocated(kRequest, 64, rows.get(), now), outcome, true);
+    const auto ends = load_ends();
+    ASSERT_EQ(ends.size(), 1u);
+    EXPECT_FALSE(ends[0].complete);
+    EXPECT_EQ(ends[0].valid_tokens, 0u);
+    EXPECT_EQ(ends[0].failed.size(), 4u);
+  }
 }
 
 TEST_F(SchedulerTest, ALoadEndsOnceAlsoAfterItsRequest) {

@@ -109,7 +109,36 @@ TEST_F(SchedulerTest, AShortTableIsABoundedSkip) {
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "no retry without progress";
   const Hashes more(5, 1);
   scheduler->advanced(kRequest, 80, more.list(4));
-  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{48, 80}));
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "and not with as little";
+  const Hashes enough(6, 1);
+  scheduler->advanced(kRequest, 96, enough.list(5));
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{48, 96}));
+}
+
+// Blocks freed in the middle of a table never come back: the cost must not follow the context.
+TEST_F(SchedulerTest, AHoleThatStaysCostsLittle) {
+  build({test::full_group(16)});
+  const Hashes hashes(50, 1);
+  std::vector<std::int32_t> row;
+  for (std::int32_t block = 1; block <= 50; ++block) row.push_back(block);
+  row[2] = 0;
+  const Rows rows({row});
+  std::size_t moved = 0;
+  std::size_t marks = 0;
+  std::size_t asked = 0;
+  for (std::uint32_t tokens = 16; tokens <= 800; tokens += 16) {
+    scheduler->advanced(kRequest, tokens, hashes.list());
+    const TokenRange wanted = scheduler->wants_save(kRequest, now);
+    if (wanted.empty()) continue;
+    ++asked;
+    scheduler->save(kRequest, wanted, rows.get(), now);
+    const StepPlan& plan = scheduler->end_step(now);
+    marks += plan.mark_tokens.size();
+    for (std::size_t job = 0; job < plan.jobs.size(); ++job) moved += moves(plan, job).size();
+  }
+  EXPECT_EQ(moved, 2u) << "what lies behind a hole serves no prefix";
+  EXPECT_EQ(marks, 2u);
+  EXPECT_LE(asked, 9u);
 }
 
 TEST_F(SchedulerTest, TheWatermarkStopsAtTheFirstHole) {

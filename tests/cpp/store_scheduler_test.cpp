@@ -54,6 +54,71 @@ TEST_F(SchedulerTest, AnIdThatComesWithOtherHashesIsAnotherRequest) {
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "nothing of it is computed yet";
 }
 
+// Its new tokens' blocks must not be saved under the hashes of the old ones.
+TEST_F(SchedulerTest, HashesThatContradictTheKnownOnesForgetThem) {
+  build({test::full_group(16)});
+  const Hashes old_hashes(6, 1);
+  const Hashes new_hashes(6, 2);
+  const Rows rows({{1, 2, 3, 4, 5, 6}});
+  scheduler->advanced(kRequest, 96, old_hashes.list());
+  scheduler->save(kRequest, {0, 32}, rows.get(), now);
+  scheduler->advanced(kRequest, 96, new_hashes.list(2));
+  EXPECT_EQ(scheduler->known_hashes(kRequest), 0u);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+  EXPECT_EQ(scheduler->counters().hashes_refused, 1u);
+  EXPECT_EQ(scheduler->counters().requests_replaced, 1u);
+  scheduler->end_step(now);
+  scheduler->advanced(kRequest, 96, new_hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 96}));
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  for (std::uint32_t m = 0; m < 6; ++m) {
+    const auto mark = plan.view().mark_hash(m);
+    const auto own = new_hashes.list()[m];
+    EXPECT_TRUE(std::equal(mark.begin(), mark.end(), own.begin(), own.end())) << m;
+  }
+}
+
+// Rank threads may still read a plan while the engine schedules its next step.
+TEST_F(SchedulerTest, APlanHoldsUntilTheNextOne) {
+  build({test::full_group(16)});
+  const Hashes hashes(6, 1);
+  const Rows rows({{1, 2, 3, 4, 5, 6}});
+  scheduler->advanced(kRequest, 32, hashes.list());
+  scheduler->save(kRequest, {0, 32}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  scheduler->advanced(kRequest, 96, {});
+  scheduler->save(kRequest, {32, 96}, rows.get(), now);
+  EXPECT_EQ(plan.step, 1u);
+  ASSERT_EQ(plan.jobs.size(), 1u);
+  EXPECT_THAT(test::moves(plan, 0), ElementsAre(test::Move{0, 0, 1, 16}, test::Move{0, 1, 2, 32}));
+  const StepPlan& next = scheduler->end_step(now);
+  EXPECT_EQ(next.step, 2u);
+  ASSERT_EQ(next.jobs.size(), 1u);
+  EXPECT_EQ(next.digest, schema->plan_digest());
+  EXPECT_EQ(next.epoch, kEpoch);
+  EXPECT_EQ(test::moves(next, 0).size(), 4u);
+}
+
+TEST_F(SchedulerTest, AReportOfARankThatThereIsNotIsCounted) {
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  const auto damaged = static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch);
+  report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 1, damaged}}, Rank{7});
+  EXPECT_EQ(scheduler->counters().reports_malformed, 1u);
+  report(job, JobOutcome::kOk, true);
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_TRUE(ends[0].complete);
+  EXPECT_EQ(scheduler->counters().mismatches, 0u);
+  EXPECT_TRUE(store->removals.empty());
+}
+
 TEST_F(SchedulerTest, RanksAreThoseOfTheConfiguration) {
   projection = test::make_projection({test::full_group(16)}, 64, 2);
   schema = test::make_schema(projection);

@@ -107,6 +107,7 @@ TEST(StepPlan, NamesWhatItRefuses) {
   EXPECT_THAT(with(4, 0x00020001), HasSubstr("flags = 2: expected 0 or 1"));
   EXPECT_THAT(with(4, 0x00010001), HasSubstr("the arrays that the header counts"));
   const std::size_t jobs = 72;
+  EXPECT_THAT(with(jobs + sizeof(JobRecord), 1), HasSubstr("jobs[1].id = 1: expected more than 1"));
   EXPECT_THAT(with(jobs + 16, 3), HasSubstr("jobs[0].kind = 3: expected 1 (save) or 2 (load)"));
   EXPECT_THAT(with(jobs + 24, 9),
               HasSubstr("jobs[0].first_run + num_runs = 9: expected at most 3 runs"));

@@ -162,8 +162,10 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
         ++impl_->counters.late_notices;
       } else {
         if (severity(report.outcome) > severity(job->outcome)) job->outcome = report.outcome;
-        job->whole |=
-            report.outcome == JobOutcome::kFailed || report.outcome == JobOutcome::kCancelled;
+        // What failed and names no chunk has failed whole.
+        const bool named =
+            report.outcome == JobOutcome::kPartial || report.outcome == JobOutcome::kExpired;
+        job->whole |= report.outcome != JobOutcome::kOk && !(named && !failed.empty());
         job->failed.insert(job->failed.end(), failed.begin(), failed.end());
         job->bytes += report.bytes;
         job->objects += report.objects;

@@ -36,7 +36,7 @@ void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const Prompt
     const std::uint32_t reach = needed_chunks(group, end.boundary).first;
     chunks.first = std::max(chunks.first, reach - std::min(reach, has_drafts ? 1u : 0u));
     for (std::uint32_t chunk = chunks.first; chunk < chunks.end; ++chunk) {
-      if (!usable_block(rows, row, chunk)) {
+      if (!usable_block(rows, row, chunk) || !is_written(request, group, chunk)) {
         ++counters.sources_skipped;
         whole = false;
         continue;

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <unordered_map>
@@ -50,7 +51,11 @@ struct Request {
   std::uint32_t planned = 0;              // tokens whose save is planned or known: the watermark
   std::uint32_t end_planned = 0;          // proof of the prompt end that is planned or known
   std::uint32_t retry_above = 0;  // a failed save is tried again only with progress beyond this
-  bool bypass = false;            // a load failed: compute instead of asking again (R41)
+  // Of the last load: below the first chunk that it brought, windows were neither loaded nor
+  // computed from `load_from` on.
+  std::uint32_t load_from = 0;
+  std::uint32_t load_to = 0;
+  bool bypass = false;  // a load failed: compute instead of asking again (R41)
   bool loading = false;
   bool purged = false;  // what it has computed is older than a purge: not to be saved
   RequestAccess access;
@@ -69,7 +74,9 @@ struct Load {
   std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
-  std::vector<std::pair<Rank, FailedChunk>> mismatches;  // objects that are not what was stored
+  // Objects that are not what was stored: in the order of told, from sort_mismatches() on by group
+  // and chunk, damage first.
+  std::vector<std::pair<Rank, FailedChunk>> mismatches;
   std::unique_ptr<Request> left{};  // its request, which has finished first: it names the objects
 };
 
@@ -99,8 +106,10 @@ struct Purge {
   Instant next_pass;
   Instant began;  // of the pass in flight
   OpId op{};
-  bool away = false;     // the store did not answer: told once
-  bool held_up = false;  // a job in quarantine keeps it from its begin: told once
+  bool away = false;               // the store did not answer: told once
+  bool held_up = false;            // a job in quarantine keeps it from its begin: told once
+  std::optional<Instant> drained;  // no job is left
+  bool lookups_told = false;       // lookups keep it from its begin: told once
 };
 
 // A state that the engine handed off, until the step's plan is made.
@@ -183,12 +192,12 @@ struct StoreScheduler::Impl {
   detail::LookupDesk desk;
   JobLedger ledger;
   RateLimit quarantine_lines{seconds(60)};  // a storage process that hangs holds many jobs
-  StepPlan plan;
+  StepPlan plan;                            // of this step
+  StepPlan sent;                            // of the last one: the engine still reads it
   detail::PlanBuilder builder;
   detail::RecentPrefixes saved_prefixes;
   detail::RecentPrefixes unloadable;  // chunks of groups
   detail::RecentPrefixes unreached;   // the same, where the store or the worker did not answer
-  bool plan_taken = false;
   std::uint64_t step = 0;
   Instant last_step_at;  // for events of calls that are not told the time
   std::uint64_t next_serial = 1;
@@ -305,14 +314,15 @@ struct StoreScheduler::Impl {
   // the first that the engine used, or a gap behind those that are known.
   bool take_hashes(Request& request, const HashList& hashes);
 
-  // The plan that the engine took last is cleared when the next one begins.
-  void begin_plan() {
-    if (plan_taken) {
-      plan.clear();
-      plan_taken = false;
-    }
-    plan.hash_width = hash_width;
+  // Whether a load or the request itself has left the chunk's bytes in its block: an engine may
+  // give a window blocks for what no load brings.
+  bool is_written(const Request& request, const HitGroup& group, std::uint32_t chunk) const {
+    if (request.load_to == 0 || group.rule == HitRule::kPrefix) return true;
+    const std::uint32_t loaded = load_chunks(group, request.load_to, request.load_from).first;
+    return chunk < request.load_from / group.chunk_tokens || chunk >= loaded;
   }
+
+  void begin_plan() { plan.hash_width = hash_width; }
 
   bool usable_block(const BlockRows& rows, GroupId group, std::uint32_t chunk) const {
     if (!rows.contains(group) || chunk >= rows[group].size()) return false;
@@ -340,7 +350,7 @@ struct StoreScheduler::Impl {
   // than a hit at any multiple of S needs.
   bool choose_chunks(const Request& request);
   bool is_known(const Request& request, std::uint32_t from, bool thinned, Instant now) const;
-  std::uint32_t add_sources(const TokenRange& range, const BlockRows& rows);
+  std::uint32_t add_sources(const Request& request, const TokenRange& range, const BlockRows& rows);
   // What of a request is ready to be saved.
   struct SaveDue {
     Request* request = nullptr;
@@ -376,7 +386,9 @@ struct StoreScheduler::Impl {
   void start_purge_pass(Instant now);
   void take_removed(Instant now);
   void leave_to_load(RequestId id, Request& request);
-  void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed) const;
+  static void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed);
+  // Once all ranks have told theirs.
+  static void sort_mismatches(Load& load);
   // Objects that no save could replace are taken away.
   void remove_mismatched(const Request& request, const Load& load, Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);

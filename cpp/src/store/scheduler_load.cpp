@@ -105,11 +105,16 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
 
 // Of a chunk with several findings the ledger keeps one; damage says more than any other.
 ItemStatus StoreScheduler::Impl::finding(const Load& load, const FailedChunk& chunk) {
-  const bool damaged =
-      std::any_of(load.mismatches.begin(), load.mismatches.end(), [&](const auto& mismatch) {
-        return mismatch.second.group == chunk.group && mismatch.second.chunk == chunk.chunk &&
-               static_cast<ItemStatus>(mismatch.second.status) == ItemStatus::kChecksumMismatch;
+  const auto first = std::lower_bound(
+      load.mismatches.begin(), load.mismatches.end(), std::pair(chunk.group, chunk.chunk),
+      [](const std::pair<Rank, FailedChunk>& mismatch,
+         const std::pair<StoreIndex, std::uint32_t>& wanted) {
+        return std::pair(mismatch.second.group, mismatch.second.chunk) < wanted;
       });
+  const bool damaged =
+      first != load.mismatches.end() && first->second.group == chunk.group &&
+      first->second.chunk == chunk.chunk &&
+      static_cast<ItemStatus>(first->second.status) == ItemStatus::kChecksumMismatch;
   return damaged ? ItemStatus::kChecksumMismatch : static_cast<ItemStatus>(chunk.status);
 }
 
@@ -164,6 +169,7 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
 
 void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet,
                                     Instant now) {
+  sort_mismatches(load);  // those of a late report too
   LoadEnd result;
   result.request = load.request;
   result.job = id;
@@ -223,6 +229,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   }
   if (Request* const request = find(load.request, load.generation)) {
     request->loading = false;
+    request->load_from = load.local;
+    request->load_to = result.valid_tokens > load.local ? result.valid_tokens : 0;
     // What came from the store is in the store; what was local may not be.
     if (load.local <= request->planned) {
       request->planned = std::max(request->planned, aligned(result.valid_tokens));

@@ -1,6 +1,9 @@
 // Removals: a purge of everything that is ours, and single objects that no save could replace.
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "kvprism/base/log.h"
 #include "store/scheduler_impl.h"
 
@@ -32,6 +35,8 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   purge.op = {};  // of an earlier pass, whose end says nothing about this purge
   purge.away = false;
   purge.held_up = false;
+  purge.drained.reset();
+  purge.lookups_told = false;
   drop_offers();
   take_back_stored();
   saved_prefixes.clear();
@@ -69,7 +74,17 @@ void StoreScheduler::Impl::advance_purge(Instant now) {
       return;
     }
     // A lookup that the store has yet to execute would renew leases.
-    if (desk.unquiet_lookups() != 0) return;
+    if (desk.unquiet_lookups() != 0) {
+      if (!purge.drained) purge.drained = now;
+      if (!purge.lookups_told && now >= *purge.drained + options.lookup_timeout) {
+        purge.lookups_told = true;
+        log(LogLevel::kWarning,
+            fmt::format("a purge waits for {} lookups that do not return, and the store is not "
+                        "used: it goes on when the client that asks them is gone",
+                        desk.unquiet_lookups()));
+      }
+      return;
+    }
     purge.quiet_since = now;
     start_purge_pass(now);
   } else if (state == PurgeState::kWaiting && now >= purge.next_pass) {
@@ -148,25 +163,38 @@ void StoreScheduler::Impl::take_removed(Instant now) {
 }
 
 void StoreScheduler::Impl::note_mismatches(Load& load, Rank rank,
-                                           std::span<const FailedChunk> failed) const {
+                                           std::span<const FailedChunk> failed) {
   for (const FailedChunk& chunk : failed) {
     const auto status = static_cast<ItemStatus>(chunk.status);
-    if (status != ItemStatus::kChecksumMismatch && status != ItemStatus::kSizeMismatch) continue;
-    const std::pair found(rank, chunk);
-    if (std::find(load.mismatches.begin(), load.mismatches.end(), found) == load.mismatches.end())
-      load.mismatches.push_back(found);
+    if (status == ItemStatus::kChecksumMismatch || status == ItemStatus::kSizeMismatch)
+      load.mismatches.emplace_back(rank, chunk);
   }
+}
+
+void StoreScheduler::Impl::sort_mismatches(Load& load) {
+  const auto order = [](const std::pair<Rank, FailedChunk>& found) {
+    const auto& [rank, chunk] = found;
+    const bool damaged = static_cast<ItemStatus>(chunk.status) == ItemStatus::kChecksumMismatch;
+    return std::tuple(raw(chunk.group), chunk.chunk, !damaged, raw(rank));
+  };
+  auto& found = load.mismatches;
+  std::sort(found.begin(), found.end(),
+            [&](const auto& a, const auto& b) { return order(a) < order(b); });
+  found.erase(std::unique(found.begin(), found.end()), found.end());
 }
 
 void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
                                              Instant now) {
+  constexpr std::size_t kMostEvents = 16;  // the record shall still hold what led here
+  std::size_t events = 0;
   std::vector<std::uint64_t> tags;
   const auto remove = [&](ItemStatus status, bool leased) {
     tags.clear();
     const auto fill = [&](KeySlots& keys) {
       for (const auto& [rank, chunk] : load.mismatches) {
         if (static_cast<ItemStatus>(chunk.status) != status) continue;
-        flight.add(now, FlightKind::kMismatch, raw(load.request), raw(chunk.group), chunk.chunk);
+        if (events++ < kMostEvents)
+          flight.add(now, FlightKind::kMismatch, raw(load.request), raw(chunk.group), chunk.chunk);
         const std::uint32_t first = chunk.chunk * groups[raw(chunk.group)].chunk_tokens;
         const std::uint32_t tokens = mark_of(chunk.group, chunk.chunk, load.hit, load.tails);
         if (tokens / hash_tokens > hash_count(request)) continue;

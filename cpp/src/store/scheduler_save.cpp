@@ -64,21 +64,23 @@ bool StoreScheduler::Impl::is_known(const Request& request, std::uint32_t from, 
 }
 
 // Adds the positional sources of `range` and returns up to where they are without a hole.
-std::uint32_t StoreScheduler::Impl::add_sources(const TokenRange& range, const BlockRows& rows) {
+std::uint32_t StoreScheduler::Impl::add_sources(const Request& request, const TokenRange& range,
+                                                const BlockRows& rows) {
   std::uint32_t reached = range.to;
   for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
     const HitGroup& group = groups[raw(index)];
     const GroupId id = projection().group_id(index);
     for (std::uint32_t chunk = ranges[raw(index)].first; chunk < ranges[raw(index)].end; ++chunk) {
       if (!masks[raw(index)].keeps(chunk)) continue;
-      if (usable_block(rows, id, chunk)) {
+      if (usable_block(rows, id, chunk) && is_written(request, group, chunk)) {
         builder.add_chunk(index, chunk, group.chunk_tokens, rows[id][chunk]);
         continue;
       }
       // A window's table loses its oldest blocks in place (R05); of a prefix every chunk is needed.
       ++counters.sources_skipped;
-      if (group.rule == HitRule::kPrefix)
-        reached = std::min(reached, aligned(chunk * group.chunk_tokens));
+      if (group.rule != HitRule::kPrefix) continue;
+      reached = std::min(reached, aligned(chunk * group.chunk_tokens));
+      break;  // what lies behind it is of no use (R50)
     }
   }
   return reached;
@@ -308,9 +310,10 @@ void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const Toke
   add_marks(request);
   choose_chunks(request);
   const std::uint64_t skipped_before = counters.sources_skipped;
-  const std::uint32_t reached = add_sources(wanted, rows);
+  const std::uint32_t reached = add_sources(request, wanted, rows);
   request.planned = reached;
-  if (reached < wanted.to) request.retry_above = wanted.to;
+  // As in end_save: what is missing may never come, and the range would grow with the context.
+  if (reached < wanted.to) request.retry_above = wanted.to + (wanted.to - reached);
   if (builder.runs().empty()) {
     builder.abandon();
     return;

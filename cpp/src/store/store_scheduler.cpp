@@ -83,19 +83,18 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
     const auto theirs = hashes[overlap_end - 1];
     const auto ours = hashes_of(request)[overlap_end - 1];
     if (!std::equal(theirs.begin(), theirs.end(), ours.begin(), ours.end())) {
-      // The id serves another request now.
+      // The id serves another request now. What was told of it, and what its blocks may rest on,
+      // holds for its new tokens too.
+      Request fresh;
+      fresh.access = request.access;
+      fresh.prompt_tokens = request.prompt_tokens;
+      fresh.purged = request.purged;
+      fresh.generation = next_generation++;
+      request = std::move(fresh);
+      known = 0;
+      ++counters.requests_replaced;
+      // Without those before them they name nothing, and the old ones name other tokens.
       fits = hashes.first == 0;
-      if (fits) {
-        // What was told of the id, and what its blocks may rest on, holds for its new tokens too.
-        Request fresh;
-        fresh.access = request.access;
-        fresh.prompt_tokens = request.prompt_tokens;
-        fresh.purged = request.purged;
-        fresh.generation = next_generation++;
-        request = std::move(fresh);
-        known = 0;
-        ++counters.requests_replaced;
-      }
     }
   }
   if (!fits) {
@@ -154,6 +153,7 @@ void StoreScheduler::Impl::settle(Instant now) {
     if (event.kind == JobKind::kSave) {
       end_save(event, now);
     } else if (const auto load = loads.find(raw(event.job)); load != loads.end()) {
+      sort_mismatches(load->second);
       remember_unloadable(load->second, event, now);
       // Its end may be far: whoever watches need not wait for it.
       if (event.outcome == JobOutcome::kExpired && !load->second.overtaken) loads_fail = true;
@@ -194,8 +194,10 @@ StoreScheduler::StoreScheduler(std::shared_ptr<const KeySchema> schema,
   Impl::IndexInUse in_use(index, "index", "an object index", problems);
   const StoreSchedulerOptions options = checked_options(schema.get(), wanted, problems);
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(index), std::move(in_use), options);
-  impl_->plan.digest = impl_->schema->plan_digest();
-  impl_->plan.epoch = options.epoch;
+  for (StepPlan* const plan : {&impl_->plan, &impl_->sent}) {
+    plan->digest = impl_->schema->plan_digest();
+    plan->epoch = options.epoch;
+  }
 }
 StoreScheduler::~StoreScheduler() = default;
 
@@ -263,6 +265,7 @@ void StoreScheduler::preempted(RequestId id) {
   if (request == nullptr) return;
   impl_->flight.add(impl_->last_step_at, FlightKind::kPreempted, raw(id));
   request->accepted = 0;
+  request->load_to = 0;
   if (request->purged) {
     // It is computed anew from its first token, and nothing of it is in the store.
     request->purged = false;
@@ -314,13 +317,14 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.plan_offers(now);
   s.ledger.take_unquiet(now, kMostAsked, s.plan.asked);
   s.update_health(now);
-  s.plan_taken = true;
   s.plan.step = ++s.step;
   if (call.wanted()) {
     encode(s.plan.view(), s.recorded);
     call.result_of(s.recorded);
   }
-  return s.plan;
+  std::swap(s.plan, s.sent);
+  s.plan.clear();
+  return s.sent;
 }
 
 bool StoreScheduler::report(const WorkerReport& report, Instant now) {
@@ -330,6 +334,11 @@ bool StoreScheduler::report(const WorkerReport& report, Instant now) {
                             [&](RunWriter w) { w.append(s.recorded.data(), s.recorded.size()); });
   if (report.epoch != s.options.epoch) {
     ++s.counters.reports_foreign;
+    return false;
+  }
+  if (raw(report.rank) >= s.options.ranks) {
+    ++s.counters.reports_malformed;
+    s.flight.add(now, FlightKind::kReportError, s.counters.reports_malformed);
     return false;
   }
   bool all = true;

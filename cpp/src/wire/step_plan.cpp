@@ -75,6 +75,11 @@ void check_jobs(const StepPlanView& plan) {
       detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".kind",
                      static_cast<std::uint32_t>(job.kind), "1 (save) or 2 (load)");
     }
+    // One id twice would tell of both what holds for one.
+    if (j > 0 && raw(job.id) <= raw(plan.jobs[j - 1].id)) {
+      detail::refuse(ErrorCode::kInvalidArgument, kSubject, path + ".id", raw(job.id),
+                     "more than " + std::to_string(raw(plan.jobs[j - 1].id)));
+    }
     if (job.timeout.ns <= 0 || job.timeout.ns > kLongestTimeout) {
       fail(ErrorCode::kInvalidArgument, kSubject,
            {path + ".timeout",

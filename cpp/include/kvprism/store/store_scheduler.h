@@ -297,7 +297,8 @@ class KVPRISM_API StoreScheduler {
 
   // What is ready to be saved and not yet planned; empty when nothing is.
   TokenRange wants_save(RequestId request, Instant now) noexcept;
-  // Plans the save of `range` from the engine's present tables of this step.
+  // Plans the save of `range` from the engine's present tables of this step. Left out are null
+  // entries, and blocks of windows that neither the request nor its load has filled.
   void save(RequestId request, const TokenRange& range, const BlockRows& rows, Instant now);
   // The engine offers the state of a hand-off group that ends the prefix of `tokens`: a multiple of
   // the group's chunk, or of the hit alignment where hits may end inside a block. The block must
@@ -308,7 +309,7 @@ class KVPRISM_API StoreScheduler {
   void finished(RequestId request, FinishReason how);
 
   // Sends the step's lookups as one call and returns the step's jobs. The plan is valid until the
-  // next call.
+  // next end_step.
   const StepPlan& end_step(Instant now);
 
   // One or several concatenated worker reports. Never throws. False when some of it could not be
