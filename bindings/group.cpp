@@ -185,7 +185,7 @@ void bind_config(nb::module_& module) {
       .def_ro("tp", &ParallelSizes::tp, "Tensor parallel size.")
       .def_ro("pp", &ParallelSizes::pp, "Pipeline parallel size.")
       .def_ro("pcp", &ParallelSizes::pcp, "Prefill context parallel size.")
-      .def_ro("dcp", &ParallelSizes::dcp, "Decode context parallel size; it divides tp.")
+      .def_ro("dcp", &ParallelSizes::dcp, "Decode context parallel size.")
       .def_prop_ro("world", &ParallelSizes::world, "Number of ranks: tp x pp x pcp.")
       .def(nb::self == nb::self, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__repr__", [](const ParallelSizes& p) {

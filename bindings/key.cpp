@@ -249,10 +249,28 @@ Args:
     projection: Of which the parallel sizes are taken.
 
 Returns:
-    Its position; decode context ranks reuse the tensor ranks.
+    Its position; decode context ranks reuse the tensor ranks, or prefill context and tensor ranks.
 
 Raises:
     ArgumentError: There is no such rank.)");
+  module.def(
+      "pipeline_split_of",
+      [](const std::vector<std::shared_ptr<const Projection>>& stages) {
+        return pipeline_split_of(stages);
+      },
+      "stages"_a, R"(A ``pipeline_split`` for engines that know the layers of every stage.
+
+Equal texts mean the same layers of stored groups on each stage: names, order and specs, those of every member of
+a wrapper included.
+
+Args:
+    stages: The projection of each stage, in the order of pipeline ranks.
+
+Returns:
+    The text, alike on all ranks that give the same.
+
+Raises:
+    ArgumentError: There are not as many as ``parallel.pp`` says.)");
 }
 
 }  // namespace kvprism::bindings

@@ -198,6 +198,12 @@ static void projections(void) {
   OK(kvprism_projection_digest(projection, &text, &error));
   CHECK(strlen(text) == 32);
   kvprism_string_free(text);
+  const kvprism_projection* const stages[] = {projection, projection};
+  OK(kvprism_pipeline_split_of(stages, 1, &text, &error));
+  CHECK(strncmp(text, "1 stages, ", 10) == 0 && strlen(text) == 42);
+  kvprism_string_free(text);
+  FAILS(kvprism_pipeline_split_of(stages, 2, &text, &error), KVPRISM_INVALID_ARGUMENT,
+        "pipeline split: stages[0].parallel.pp = 1: expected 2, the number of stages");
 
   const uint8_t hash[16] = {0xab};
   kvprism_key_schema* const schema = schema_of(projection);
@@ -354,6 +360,7 @@ static void null_handles(void) {
   REFUSED(kvprism_projection_why_not_stored(NULL, 0, &text, NULL));
   REFUSED(kvprism_projection_check_store(NULL, NULL));
   REFUSED(kvprism_projection_digest(NULL, &text, NULL));
+  REFUSED(kvprism_pipeline_split_of(NULL, 1, &text, NULL));
   REFUSED(kvprism_key_facts_init(NULL, sizeof facts, NULL));
   REFUSED(kvprism_key_schema_new(NULL, &facts, &schema, NULL));
   REFUSED(kvprism_key_schema_key(NULL, 0, 0, hash, sizeof hash, &text, NULL));

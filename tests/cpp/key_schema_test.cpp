@@ -296,6 +296,80 @@ TEST(KeySchema, OfAWrapperOverSeveralStagesTheFirstLayerCounts) {
   EXPECT_NE(key_of(plain), key_of(wrapped));
 }
 
+std::shared_ptr<const Projection> projected(const Given& setup) {
+  return Projection::make(setup.config, SpecRegistry::builtin());
+}
+
+// What several stages' keys do not know of layers, their split does.
+TEST(KeySchema, ASplitOfStagesKnowsEveryLayer) {
+  const auto stages_of = [](const std::function<void(Given&)>& change) {
+    Given first = wrapped_base();
+    first.config.parallel.pp = 2;
+    Given second = first;
+    for (GroupConfig& group : second.config.groups) {
+      for (std::string& layer : group.layers) layer += "2";
+      for (LayerSpec& member : group.members) {
+        for (std::string& layer : member.layers) layer += "2";
+      }
+    }
+    change(second);
+    return std::vector{projected(first), projected(second)};
+  };
+  const auto split_of = [&](const std::function<void(Given&)>& change) {
+    return pipeline_split_of(stages_of(change));
+  };
+  const auto member = [](Given& s) -> AttentionPayload& {
+    return std::get<AttentionPayload>(s.config.groups[0].members[1].spec.payload);
+  };
+  const std::pair<const char*, std::function<void(Given&)>> changes[] = {
+      {"nothing", [](Given&) {}},
+      {"a member's dtype of equal size", [&](Given& s) { member(s).dtype = DType::kFloat16; }},
+      {"layers the other way round",
+       [](Given& s) { s.config.groups[0].layers = {"c2", "b2", "a2"}; }},
+      {"another name", [](Given& s) { s.config.groups[2].layers = {"other"}; }},
+      {"no layers of a group", [](Given& s) { s.config.groups[3].layers.clear(); }},
+      {"a state's shape",
+       [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).shapes = {{32, 4}, {3}}; }},
+  };
+  std::set<std::string> seen;
+  std::set<std::string> keys;
+  for (const auto& [name, change] : changes) {
+    const std::string split = split_of(change);
+    EXPECT_THAT(split, StartsWith("2 stages, ")) << name;
+    EXPECT_TRUE(seen.insert(split).second) << name;
+    EXPECT_EQ(split, split_of(change)) << name;
+    Given setup = wrapped_base();
+    setup.config.parallel.pp = 2;
+    setup.facts.pipeline_split = split;
+    keys.insert(key_of(setup));
+  }
+  EXPECT_EQ(keys.size(), seen.size());
+  auto stages = stages_of([](Given&) {});
+  std::swap(stages[0], stages[1]);
+  EXPECT_TRUE(seen.insert(pipeline_split_of(stages)).second) << "stages the other way round";
+  EXPECT_EQ(split_of([](Given& s) { s.config.groups[1].layers = {"another ring"}; }),
+            split_of([](Given&) {}))
+      << "what is not stored";
+}
+
+TEST(KeySchema, ASplitNeedsEveryStage) {
+  const auto problem_of = [](const std::vector<std::shared_ptr<const Projection>>& stages) {
+    try {
+      pipeline_split_of(stages);
+    } catch (const Error& error) {
+      return error.problems().at(0);
+    }
+    return Problem{};
+  };
+  Given setup = base();
+  setup.config.parallel.pp = 2;
+  const auto stage = projected(setup);
+  EXPECT_EQ(problem_of({stage}),
+            (Problem{"stages[0].parallel.pp", "2", "1, the number of stages", {}}));
+  EXPECT_EQ(problem_of({stage, nullptr}), (Problem{"stages[1]", "null", "a projection", {}}));
+  EXPECT_EQ(problem_of({}), (Problem{"stages", "none", "a projection for each pipeline rank", {}}));
+}
+
 // Facts never run into each other, whatever they hold.
 TEST(KeySchema, FactsDoNotRunTogether) {
   Given one = base();
@@ -550,6 +624,17 @@ TEST(RankPositions, RunOverTensorThenContextThenPipeline) {
   EXPECT_EQ(rank_position(Rank{4}, parallel), (RankPosition{.pcp = 1}));
   EXPECT_EQ(rank_position(Rank{23}, parallel),
             (RankPosition{.tp = 3, .pp = 1, .pcp = 2, .dcp = 1}));
+}
+
+// As vLLM makes its process groups: over the prefill context ranks, then over the tensor ranks.
+TEST(RankPositions, DecodeContextRunsOverPrefillContextWhereItIsAsLarge) {
+  const ParallelSizes as_large{.tp = 2, .pp = 1, .pcp = 2, .dcp = 2};
+  EXPECT_EQ(rank_position(Rank{1}, as_large), (RankPosition{.tp = 1}));
+  EXPECT_EQ(rank_position(Rank{2}, as_large), (RankPosition{.pcp = 1, .dcp = 1}));
+  const ParallelSizes both{.tp = 2, .pp = 2, .pcp = 2, .dcp = 4};
+  EXPECT_EQ(rank_position(Rank{1}, both), (RankPosition{.tp = 1, .dcp = 2}));
+  EXPECT_EQ(rank_position(Rank{2}, both), (RankPosition{.pcp = 1, .dcp = 1}));
+  EXPECT_EQ(rank_position(Rank{7}, both), (RankPosition{.tp = 1, .pp = 1, .pcp = 1, .dcp = 3}));
 }
 
 TEST(KeySchema, AppendingAllocatesOnlyTheFirstTime) {

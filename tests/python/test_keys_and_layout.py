@@ -63,6 +63,16 @@ def test_scheduler_and_ranks_build_the_same_keys() -> None:
         kvprism.rank_position(4, projection)
 
 
+def test_a_split_of_stages_knows_their_layers() -> None:
+    first, second = project(parallel={"pp": 2}), project(parallel={"pp": 2}, num_blocks=9)
+    split = kvprism.pipeline_split_of([first, second])
+    assert split == kvprism.pipeline_split_of([second, first])  # the same layers
+    assert split.startswith("2 stages, ")
+    KeySchema.kvprism(first, **FACTS, pipeline_split=split)
+    with pytest.raises(kvprism.ArgumentError, match=r"stages\[0\].parallel.pp = 2: expected 1"):
+        kvprism.pipeline_split_of([first])
+
+
 def test_an_unstable_hash_is_refused_with_the_remedy() -> None:
     with pytest.raises(kvprism.ConfigError, match="PYTHONHASHSEED"):
         KeySchema.kvprism(project(), **FACTS | {"hash_is_stable": False})

@@ -335,6 +335,7 @@ def test_what_changes_the_bytes_changes_the_keys(
         set_on("cache_config", "cache_dtype", "fp8"),
         set_on("cache_config", "prefix_caching_hash_algo", "sha256_cbor"),
         set_on("attention_config", "backend", "FLASH_ATTN"),
+        set_on("cache_config", "kv_cache_dtype_skip_layers", ["1"]),
         draft("/a/draft", None),
         draft("/a/draft", "v2"),
         draft("/another/draft", None),
@@ -348,6 +349,54 @@ def test_what_changes_the_bytes_changes_the_keys(
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
         seen.append(fingerprint(set_on("parallel_config", "pipeline_parallel_size", 2)))
     assert len(set(seen)) == len(changes) + len(splits)
+
+
+def test_which_tokens_a_context_rank_holds_changes_the_keys(vllm_config: Any) -> None:
+    import copy
+    import inspect
+
+    from vllm.config import KVTransferConfig
+
+    groups = config("full")
+
+    def changed(beside: str | None = None, **sizes: int) -> Any:
+        made = copy.copy(vllm_config)
+        made.parallel_config = copy.copy(vllm_config.parallel_config)
+        for name, value in sizes.items():
+            object.__setattr__(made.parallel_config, name, value)
+        if beside:
+            connectors = [{"kv_connector": "KVPrismConnector"}, {"kv_connector": beside}]
+            made.kv_transfer_config = KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"connectors": connectors},
+            )
+        return made
+
+    def fingerprint(made: Any) -> str:
+        return str(cache_config.describe(made, groups, (32, 32), "").schema.fingerprint)
+
+    old, new = "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size"
+    assert fingerprint(changed(**{new: 8})) == fingerprint(changed()), "one rank holds all"
+    spread = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    of = {size: fingerprint(changed(**spread, **{new: size})) for size in (1, 8, 16, 32)}
+    assert len(set(of.values())) == 4
+    assert fingerprint(changed(**spread)) == of[1]
+    assert fingerprint(changed(**spread, **{old: 8})) == of[8]
+    assert fingerprint(changed(**spread, **{old: 8, new: 16})) == of[8]
+    beside = changed("NixlConnector", **spread)
+    assert fingerprint(beside) == of[32], "which the engine makes block by block"
+    told = {"_allow_auto_resolve_cp_interleave_size": False, new: 8}
+    assert fingerprint(changed("NixlConnector", **spread, **told)) == of[8]
+    # A worker's own settlement, which the scheduler has not seen before 0.33.
+    for given in ({old: 8}, {old: 8, new: 16}, {new: 16}, told):
+        for other in (None, "NixlConnector", "OffloadingConnector"):
+            settled = changed(other, **spread, **given)
+            before = fingerprint(settled)
+            settle = settled.adjust_dcp_kv_cache_interleave_size
+            whole = "kv_cache_config" in inspect.signature(settle).parameters
+            settle(groups if whole else groups.kv_cache_groups)
+            assert fingerprint(settled) == before, (given, other)
 
 
 def test_hashes_that_differ_between_processes_are_refused(

@@ -191,7 +191,8 @@ typedef struct kvprism_key_schema kvprism_key_schema;
 typedef struct kvprism_key_facts {
   size_t struct_size;
   const char* model;           /* name or path; not empty */
-  const char* model_revision;  /* version of the weights */
+  const char* model_revision;  /* version of the weights, of a draft model's too, and with context
+                                  ranks which tokens each of them holds */
   const char* kv_quantization; /* e.g. "none" */
   const char* hash_algorithm;  /* e.g. "sha256_cbor"; not empty */
   const char* pipeline_split;  /* which layers each pipeline stage holds, e.g. "0-15,15-31", alike
@@ -201,6 +202,11 @@ typedef struct kvprism_key_facts {
 
 KVPRISM_API kvprism_status kvprism_key_facts_init(kvprism_key_facts* facts, size_t struct_size,
                                                   kvprism_error** error);
+/* A pipeline_split for engines that know the layers of every stage: of `count` projections, in the
+   order of pipeline ranks. Equal texts mean the same layers, by name, order and spec. */
+KVPRISM_API kvprism_status kvprism_pipeline_split_of(const kvprism_projection* const* stages,
+                                                     size_t count, char** split,
+                                                     kvprism_error** error);
 /* The schema that the projection's config names. */
 KVPRISM_API kvprism_status kvprism_key_schema_new(const kvprism_projection* projection,
                                                   const kvprism_key_facts* facts,

@@ -150,6 +150,21 @@ kvprism_status kvprism_key_facts_init(kvprism_key_facts* facts, size_t struct_si
               error);
 }
 
+kvprism_status kvprism_pipeline_split_of(const kvprism_projection* const* stages, size_t count,
+                                         char** split, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_pipeline_split_of");
+    arguments.need_array(stages, count, "stages", "count", kMostElements);
+    arguments.need(split, "split");
+    arguments.check();
+    std::vector<std::shared_ptr<const Projection>> all(count);
+    for (size_t at = 0; at < count; ++at) {
+      if (stages[at] != nullptr) all[at] = stages[at]->shared;
+    }
+    *split = give(pipeline_split_of(all));
+  });
+}
+
 kvprism_status kvprism_key_schema_new(const kvprism_projection* projection,
                                       const kvprism_key_facts* facts, kvprism_key_schema** schema,
                                       kvprism_error** error) {

@@ -43,10 +43,12 @@ void check_parallel(const ParallelSizes& parallel, ProblemList& problems) {
   if (world > kMaxWorld) {
     problems.add("parallel", "tp x pp x pcp", "at most " + std::to_string(kMaxWorld) + " ranks");
   }
-  if (parallel.tp % parallel.dcp != 0) {
+  if (parallel.tp % parallel.dcp != 0 && !parallel.dcp_over_pcp()) {
+    const std::string over =
+        parallel.pcp == 1 ? "" : ", or pcp, " + std::to_string(parallel.pcp) + ", or tp x pcp";
     problems.add("parallel.dcp", std::to_string(parallel.dcp),
-                 "a divisor of tp, " + std::to_string(parallel.tp),
-                 "decode context parallelism reuses the tensor ranks");
+                 "a divisor of tp, " + std::to_string(parallel.tp) + over,
+                 "decode context parallelism reuses the ranks of the others");
   }
 }
 

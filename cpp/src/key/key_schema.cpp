@@ -186,6 +186,13 @@ std::string layers_text(const ResolvedGroup& group) {
          to_hex(detail::hash128(detail::canonical_text(names)));
 }
 
+void add_layer_facts(const Projection& projection, std::vector<DigestFact>& facts) {
+  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
+    facts.push_back({store_path(index) + "layers", layers_text(projection.group(index))});
+    add_member_facts(projection.group(index), index, facts);
+  }
+}
+
 std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& key) {
   std::vector<DigestFact> facts{
       {"key_version", std::string(kSchemaVersion)},
@@ -211,11 +218,7 @@ std::vector<DigestFact> facts_of(const Projection& projection, const KeyFacts& k
          std::to_string(detail::shared_replicas(projection.group(index), projection.parallel()))});
   }
   // Stages hold different layers, and neither knows those of another.
-  if (projection.parallel().pp > 1) return facts;
-  for (const StoreIndex index : indices<StoreIndex>(projection.num_store_groups())) {
-    facts.push_back({store_path(index) + "layers", layers_text(projection.group(index))});
-    add_member_facts(projection.group(index), index, facts);
-  }
+  if (projection.parallel().pp == 1) add_layer_facts(projection, facts);
   return facts;
 }
 
@@ -346,8 +349,36 @@ RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept {
   assert(raw(rank) < parallel.world());
   const std::uint32_t tp = raw(rank) % parallel.tp;
   const std::uint32_t above = raw(rank) / parallel.tp;
-  return {
-      .tp = tp, .pp = above / parallel.pcp, .pcp = above % parallel.pcp, .dcp = tp % parallel.dcp};
+  const std::uint32_t pcp = above % parallel.pcp;
+  const std::uint32_t reused = parallel.dcp_over_pcp() ? tp * parallel.pcp + pcp : tp;
+  return {.tp = tp, .pp = above / parallel.pcp, .pcp = pcp, .dcp = reused % parallel.dcp};
+}
+
+std::string pipeline_split_of(std::span<const std::shared_ptr<const Projection>> stages) {
+  std::vector<DigestFact> facts;
+  for (std::size_t stage = 0; stage < stages.size(); ++stage) {
+    const std::string path = "stages[" + std::to_string(stage) + "]";
+    if (!stages[stage]) {
+      fail(ErrorCode::kInvalidArgument, "pipeline split", {path, "null", "a projection", {}});
+    }
+    const Projection& projection = *stages[stage];
+    if (projection.parallel().pp != stages.size()) {
+      fail(ErrorCode::kInvalidArgument, "pipeline split",
+           {path + ".parallel.pp",
+            std::to_string(projection.parallel().pp),
+            std::to_string(stages.size()) + ", the number of stages",
+            {}});
+    }
+    std::vector<DigestFact> own = detail::stored_group_facts(projection);
+    add_layer_facts(projection, own);
+    for (DigestFact& fact : own) facts.push_back({path + "." + fact.name, std::move(fact.value)});
+  }
+  if (stages.empty()) {
+    fail(ErrorCode::kInvalidArgument, "pipeline split",
+         {"stages", "none", "a projection for each pipeline rank", {}});
+  }
+  return std::to_string(stages.size()) + " stages, " +
+         to_hex(detail::hash128(detail::canonical_text(facts)));
 }
 
 std::shared_ptr<const KeySchema> KeySchema::kvprism(std::shared_ptr<const Projection> projection,

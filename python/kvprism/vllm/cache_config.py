@@ -289,7 +289,7 @@ def describe(
     projection = projection_of(rows)
     _compare(projection, kv_cache_config, problems)
     problems.raise_if_any("KV cache of this model")
-    facts = key_facts(vllm_config)
+    facts = key_facts(vllm_config, groups)
     # vLLM's scheduler knows a wrapper by its first layer, so that keys may say no more of it here;
     # what the others are follows from the model's configuration, which they do say.
     wrapped = key_schema == "kvprism" and any("members" in row for row in rows)
@@ -374,8 +374,8 @@ def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -
         problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
 
 
-def key_facts(vllm_config: Any) -> dict[str, Any]:
-    """What gives the bytes their meaning, beside the groups."""
+def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
+    """What gives the bytes their meaning, beside what the specs of the groups say."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     algorithm = cache.prefix_caching_hash_algo
@@ -387,6 +387,9 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
         "config": _as_json(_config_of(model)),
         "draft": _draft(vllm_config),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        "context_interleave": _context_interleave(vllm_config, groups),
+        # A wrapper's key knows its first layer alone.
+        "unquantized_layers": sorted(cache.kv_cache_dtype_skip_layers),
     }
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
     return {
@@ -397,6 +400,28 @@ def key_facts(vllm_config: Any) -> dict[str, Any]:
         "hash_is_stable": _hash_is_stable(str(algorithm)),
         "pipeline_split": _pipeline_split(vllm_config),
     }
+
+
+def _context_interleave(vllm_config: Any, groups: Collection[Any]) -> int | None:
+    """Consecutive tokens that lie on one context rank; None where one rank holds all.
+
+    Up to 0.32 a worker settles it just before it makes its connector, and the scheduler never
+    does: both must come to the same.
+    """
+    parallel = vllm_config.parallel_config
+    decode = parallel.decode_context_parallel_size
+    if decode * parallel.prefill_context_parallel_size == 1:
+        return None
+    interleave = int(parallel.cp_kv_cache_interleave_size)
+    if decode == 1:
+        return interleave
+    if parallel.dcp_kv_cache_interleave_size > 1:
+        interleave = int(parallel.dcp_kv_cache_interleave_size)
+    transfer = vllm_config.kv_transfer_config
+    beside_nixl = transfer is not None and transfer.has_connector("NixlConnector")
+    if beside_nixl and getattr(parallel, "_allow_auto_resolve_cp_interleave_size", True):
+        return min(int(group.kv_cache_spec.block_size) for group in groups)
+    return interleave
 
 
 def _pipeline_split(vllm_config: Any) -> str:

@@ -233,7 +233,7 @@ class ParallelSizes:
 
     @property
     def dcp(self) -> int:
-        """Decode context parallel size; it divides tp."""
+        """Decode context parallel size."""
 
     @property
     def world(self) -> int:
@@ -1090,10 +1090,27 @@ def rank_position(rank: int, projection: Projection) -> RankPosition:
         projection: Of which the parallel sizes are taken.
 
     Returns:
-        Its position; decode context ranks reuse the tensor ranks.
+        Its position; decode context ranks reuse the tensor ranks, or prefill context and tensor ranks.
 
     Raises:
         ArgumentError: There is no such rank.
+    """
+
+def pipeline_split_of(stages: Sequence[Projection]) -> str:
+    """
+    A ``pipeline_split`` for engines that know the layers of every stage.
+
+    Equal texts mean the same layers of stored groups on each stage: names, order and specs, those of every member of
+    a wrapper included.
+
+    Args:
+        stages: The projection of each stage, in the order of pipeline ranks.
+
+    Returns:
+        The text, alike on all ranks that give the same.
+
+    Raises:
+        ArgumentError: There are not as many as ``parallel.pp`` says.
     """
 
 class CacheTensor:

@@ -41,13 +41,15 @@ struct HashList {
 // What gives the bytes their meaning, beside the projection (R35). Each of them changes every key.
 struct KeyFacts {
   std::string model{};  // name or path; not empty
-  // Weights version; may be empty. A draft model's name and weights belong into it: with and
-  // without it groups may have objects of different sizes.
+  // Weights version; may be empty. Into it belongs whatever else changes bytes and no field here
+  // or in the config says: a draft model's name and weights, and with context ranks which tokens
+  // each of them holds (how many consecutive ones lie on a rank).
   std::string model_revision{};
   std::string kv_quantization{};  // e.g. "none", "fp8_per_tensor"
   std::string hash_algorithm{};   // e.g. "sha256_cbor"; not empty
   // Which of the model's layers each pipeline stage holds, e.g. "0-15,15-31": all stages, alike on
-  // all ranks. Not empty with parallel.pp > 1 in schema `kvprism`; else without effect.
+  // all ranks; pipeline_split_of() makes one. Not empty with parallel.pp > 1 in schema `kvprism`;
+  // else without effect. Nothing else in a key tells the layers of several stages apart.
   std::string pipeline_split{};
   bool hash_is_stable = true;  // false when processes hash alike tokens differently: refused (R38)
 
@@ -65,9 +67,17 @@ struct RankPosition {
 };
 
 // Position of a rank: tensor ranks next to each other, then prefill context, then pipeline (the
-// order of vLLM's process groups); decode context reuses the tensor ranks, dcp = tp mod dcp size.
+// order of vLLM's process groups). Decode context reuses these: where it is as large as prefill
+// context, or as both, dcp = (tp x pcp size + pcp) mod dcp size, else tp mod dcp size.
 // `rank` must be below parallel.world().
 KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel) noexcept;
+
+// A KeyFacts::pipeline_split for engines that know the layers of every stage: equal texts mean the
+// same layers of stored groups on each stage, by name, order and spec, every member of a wrapper
+// included. `stages`: each stage's projection, in the order of pipeline ranks, on every rank.
+// Throws Error (kInvalidArgument) on null, and where there are not as many as parallel.pp.
+KVPRISM_API std::string pipeline_split_of(
+    std::span<const std::shared_ptr<const Projection>> stages);
 
 // Schema `kvprism`:
 //
@@ -85,8 +95,8 @@ KVPRISM_API RankPosition rank_position(Rank rank, const ParallelSizes& parallel)
 //
 // with the namespace as it is, the last path component of the model, the store index and the hash
 // in hex. Ranks that hold the same bytes share one tp, and <pp> is rank / tp mod pp, as the
-// reference counts. Such a key says nothing of dtype, layout, sizes or revision: its chooser
-// vouches that all users of the pool agree.
+// reference counts. Such a key says nothing of dtype, layout, sizes, revision or which tokens a
+// context rank holds: its chooser vouches that all users of the pool agree.
 //
 // Ownership: shares immutable state. Threads: const calls from any thread.
 class KVPRISM_API KeySchema : public std::enable_shared_from_this<KeySchema> {

@@ -127,6 +127,11 @@ struct ParallelSizes {
 
   bool operator==(const ParallelSizes&) const = default;
   std::uint32_t world() const noexcept { return tp * pp * pcp; }
+  // Whether decode context ranks run over the prefill context ranks first (the order of vLLM's
+  // process groups); else they are neighbouring tensor ranks.
+  bool dcp_over_pcp() const noexcept {
+    return dcp == pcp || std::uint64_t{dcp} == std::uint64_t{tp} * pcp;
+  }
 };
 
 // Whether decode context ranks share the positions of a block: the spec's word, else its kind's.
