@@ -309,7 +309,9 @@ Drawn draw(std::mt19937& random, bool drafts) {
     const std::uint32_t size = partial ? (whole ? 4u : 8u) : 4u << (random() % 2);
     HitGroup group = rule_group(rule, size, 1 + static_cast<std::uint32_t>(random() % 30));
     if (partial) group.unit_tokens = 4;
-    group.draft = drafts && group.rule != HitRule::kChunk && random() % 2 == 0;
+    // Groups of equal specs are searched as one.
+    if (g > 0 && random() % 4 == 0) group = groups[0];
+    group.draft = drafts && random() % 2 == 0;
     groups.push_back(group);
   }
   Drawn drawn{HitSearch(groups, {.step = 8, .unit = 4, .alignment = partial ? 4u : 8u}),

@@ -116,6 +116,8 @@ def mamba(layer: str, tokens: int, rng: random.Random) -> dict[str, Any]:
         "mamba_cache_mode": "align",
         "shapes": [[rng.choice((4, 8)), 8]],
         "dtypes": ["float32"],
+        "num_speculative_blocks": rng.choice((0, 0, 0, 1, 2)),
+        "num_prefill_checkpoint_blocks": rng.choice((0, 0, 0, 1)),
     }
 
 
@@ -143,14 +145,15 @@ def group_of(kind: str, layer: str, tokens: int, rng: random.Random) -> dict[str
 
 
 def wrapper(kind: str, layer: str, tokens: int, rng: random.Random) -> dict[str, Any]:
-    """Two layers in a uniform wrapper, alike, of unequal heads or of two kinds with one rule."""
+    """Layers in a uniform wrapper, alike, of unequal heads or of two kinds with one rule."""
     first = group_of(kind, layer, tokens, rng)
     second = dict(first, layers=[layer + "b"])
     if kind in WHOLE and rng.random() < 0.3:
         second = group_of(rng.choice(WHOLE), layer + "b", tokens, rng)
     elif kind != "mamba" and rng.random() < 0.5:
         second["head_size"] = first["head_size"] * 2
-    return {"kind": "uniform", "members": [first, second]}
+    third = dict(rng.choice((first, second)), layers=[layer + "c"])
+    return {"kind": "uniform", "members": [first, second, third]}
 
 
 def disagreeing(rng: random.Random) -> dict[str, Any]:
@@ -210,19 +213,25 @@ def make(rng: random.Random) -> Case:
         # Hits end inside blocks where states do and no window is larger than a hash.
         kinds = ["mamba", *(rng.choice(KINDS[:5]) for _ in range(count))][:4]
         sizes = (4,)
-    if any(kind.startswith("sliding_window") for kind in kinds):
+    if any(kind.startswith("sliding_window") for kind in kinds) and rng.random() < 0.5:
         use_dcp = False
     groups: list[dict[str, Any]] = []
     for index, kind in enumerate(kinds):
         size = base * rng.choice(sizes)
-        if use_dcp and kind == "mamba":
-            size *= 2  # states are not spread over the ranks
+        # Windows and states cannot be spread over the ranks, others may be held by each.
+        window = kind.startswith("sliding_window")
+        apart = use_dcp and kind != "mamba" and (window or rng.random() < 0.15)
+        if apart or (use_dcp and kind == "mamba"):
+            size *= 2
         made = wrapper if rng.random() < 0.15 else group_of
         group = made(kind, f"l{index}", size, rng)
         twin = groups[0] if groups and kind == kinds[0] else None
         if twin is not None and "members" not in twin and rng.random() < 0.5:
             # Equal specs are searched as one.
             group = dict(twin, layers=[f"l{index}"])
+        elif apart:
+            for member in members_of(group):
+                member["dcp_sharded"] = False
         groups.append(group)
     if fine and rng.random() < 0.3:
         groups.append(group_of("sliding_window", "w", base, rng))
@@ -277,10 +286,20 @@ def features(case: Case) -> dict[str, bool]:
         ),
         "dcp 2": parallel.get("dcp", 1) == 2,
         "pcp 2": parallel.get("pcp", 1) == 2,
+        "not shared by context ranks": parallel.get("dcp", 1) == 2
+        and any(not member.get("dcp_sharded", True) for member in members),
+        "a window beside context ranks": parallel.get("dcp", 1) == 2
+        and any("sliding_window" in member for member in members),
         "compression": any("compression" in member for member in members),
         "several states of a token": any("states_per_token" in member for member in members),
         "max_tp_shards": any("max_tp_shards" in member for member in members),
         "extra retained tokens": any("extra_retained_tokens" in member for member in members),
+        "speculative blocks of states": any(
+            member.get("num_speculative_blocks") for member in members
+        ),
+        "checkpoint blocks of states": any(
+            member.get("num_prefill_checkpoint_blocks") for member in members
+        ),
         "a window of one token": any(member.get("sliding_window") == 1 for member in members),
         "a hash unit of its own": case.prefix_match_unit is not None,
     }

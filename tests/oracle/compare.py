@@ -28,7 +28,7 @@ import cases
 import kvprism
 import numpy as np
 from kvprism import HitSearch
-from reference import Reference, interface, meant, positions, refusal
+from reference import Reference, engine_takes, interface, meant, positions, refusal
 
 HASHES = 48
 MAPS = 32
@@ -54,6 +54,9 @@ MET = (
     "sizes that kvprism computes",
     "wrappers that disagree",
     "configurations of the gallery",
+    "arrangements of ranks, both contexts",
+    "longest prefixes",
+    "longest prefixes of drafts, proven",
     "with partial hits",
     "whole blocks",
     *(f"retention {each}" for each in ("none", "0", "S", "2S")),
@@ -153,6 +156,62 @@ def in_bytes(row: np.ndarray) -> list[bytes]:
     return [bytes(group) for group in row]
 
 
+def longest_usable(loads: Loads, row: list[bytes], probed: int) -> int:
+    """The longest prefix that a load could fetch."""
+    return next(
+        tokens
+        for tokens in range(probed, -1, -loads.reference.alignment)
+        if usable(loads, row, tokens, 0) is None
+    )
+
+
+def longest_proven(search: Any, loads: Loads, row: list[bytes], probed: int) -> int:
+    """The longest of them behind which each draft has a block more, so that no rule may miss it."""
+    drafts = {group.family for group in search.groups if group.draft}
+    several = len({group.family for group in search.groups}) > 1
+
+    def proven(tokens: int) -> bool:
+        for at, group in enumerate(search.groups):
+            size = group.chunk_tokens
+            if group.family not in drafts or group.rule == "last_state":
+                continue
+            end = (tokens // size + 1) * size
+            # One that reaches token 0 is cut to the grid with the block that is computed again.
+            if group.rule == "window" and tokens < group.window + size and size % search.alignment:
+                return False
+            if end > probed + (size if several else 0) or end > HASHES * search.unit:
+                return False
+            if not row[at][end // search.unit - 1]:
+                return False
+        return True
+
+    return next(
+        (
+            tokens
+            for tokens in range(probed, 0, -search.alignment)
+            if proven(tokens) and usable(loads, row, tokens, 0) is None
+        ),
+        0,
+    )
+
+
+def expect_longest(
+    search: Any, loads: Loads, row: list[bytes], probed: int, ours: int, counts: Counts
+) -> None:
+    """By what a load could fetch, where the reference gives no answer, or a wrong one."""
+    longest = longest_usable(loads, row, probed)
+    if any(group.draft for group in search.groups):
+        # A draft's last block is computed again.
+        shortest = longest_proven(search, loads, row, probed)
+        expect("no longer than what is there", ours <= longest, True, hit=ours, longest=longest)
+        expect("no shorter than what is proven", ours >= shortest, True, hit=ours, least=shortest)
+        counts["longest prefixes of drafts"] += 1
+        counts["longest prefixes of drafts, proven"] += shortest > 0
+    else:
+        expect("longest prefix", ours, longest, probed=probed, map=row)
+        counts["longest prefixes"] += 1
+
+
 def uneven_chunks(search: Any) -> bool:
     return any(
         group.rule == "chunk" and group.window % group.chunk_tokens for group in search.groups
@@ -190,7 +249,6 @@ def compare_asserting_hits(
     loads = OurLoads(reference, search)
     probed = probes(reference, len(maps), rng)
     ours = search.find_hits(maps.reshape(-1), HASHES, locals=[0] * len(maps), probed=probed)
-    drafts = any(group.draft for group in search.groups)
     for at, row in enumerate(maps):
         try:
             reference.find(loads.hashes, set(), probed[at])
@@ -201,16 +259,7 @@ def compare_asserting_hits(
         there = in_bytes(row)
         missing = usable(loads, there, ours[at], 0)
         expect("hit is in the store", missing, None, hit=ours[at], map=row.tolist())
-        # A draft's last block is computed again, which no definition as short as this one knows.
-        longest = next(
-            tokens
-            for tokens in range(probed[at], -1, -reference.alignment)
-            if usable(loads, there, tokens, 0) is None
-        )
-        if drafts:
-            expect("no longer than what is there", ours[at] <= longest, True, longest=longest)
-        else:
-            expect("longest prefix", ours[at], longest, probed=probed[at], map=row.tolist())
+        expect_longest(search, loads, there, probed[at], ours[at], counts)
 
 
 def compare_hits(
@@ -236,6 +285,7 @@ def compare_hits(
             known = known_difference(search, loads, tables[at], ours[at], theirs)
             if known is None:
                 expect("hit", ours[at], theirs, probed=probed[at], map=row.tolist())
+            expect_longest(search, loads, tables[at], probed[at], ours[at], counts)
             counts[f"difference {known}"] += 1
         elif plain is not None and plain[1].find(hashes, exists, probed[at]) != theirs:
             # Ours is what the reference says of the window that is meant.
@@ -418,6 +468,8 @@ def compare_lookups(
             # A hit that needs no object at its end stops the reference's server.
             tails = search.tails(seen.reshape(-1), HASHES, hits=[ours])
             if uneven_chunks(search):
+                below = min(probed, limit)
+                expect_longest(search, loads, in_bytes(seen), below, ours, counts)
                 counts["difference D2 in a lookup"] += 1
             elif any(
                 tail == 0 and group.rule == "chunk"
@@ -431,6 +483,7 @@ def compare_lookups(
             known = known_difference(search, loads, in_bytes(seen), ours, answer.hit_length)
             if known is None:
                 expect("lookup", ours, answer.hit_length, tokens=tokens, map=row.tolist())
+            expect_longest(search, loads, in_bytes(seen), min(probed, limit), ours, counts)
             counts[f"difference {known} in a lookup"] += 1
             continue
         if ours:
@@ -547,15 +600,16 @@ def rules_of(projection: Any) -> list[tuple[Any, ...]]:
 
 def stage_of(group: dict[str, Any], stage: int, cut: int) -> dict[str, Any]:
     """A group's part on one of two stages; a cut at either end leaves one of them nothing."""
-    if "members" in group:
-        members = group["members"]
-        if 0 < cut < 3:
-            return dict(group, members=[members[stage]])
-        if (cut == 0) == (stage == 0):
-            members = [dict(member, layers=[]) for member in members]
-        return dict(group, members=members)
-    layers = group["layers"]
-    return dict(group, layers=layers[:cut] if stage == 0 else layers[cut:])
+    layers = cases.layers_of(group)
+    held = layers[:cut] if stage == 0 else layers[cut:]
+    if "members" not in group:
+        return dict(group, layers=held)
+    members = [
+        dict(member, layers=[name for name in member["layers"] if name in held])
+        for member in group["members"]
+    ]
+    # A stage without any keeps the wrapper's members.
+    return dict(group, members=[member for member in members if member["layers"] or not held])
 
 
 def compare_stages(
@@ -594,7 +648,7 @@ def compare_stages(
             expect("store groups of a stage", store, theirs)
     first, second = projections
     counts["pairs of stages"] += 1
-    if any(0 < cut < 3 and cut != 2 for cut in cuts):
+    if any(0 < cut < 3 for cut in cuts):
         counts["pairs of stages, unequal layers"] += 1
     if any(len(stages) < 2 for stages in held):
         counts["pairs of stages, one without layers of a group"] += 1
@@ -675,6 +729,37 @@ def compare_wrappers(rng: random.Random, counts: Counts) -> None:
         raise MismatchError(f"accepted: {config}")
 
 
+def wrong_paths(fault: cases.Fault) -> set[str]:
+    """What a store must refuse of a start, by the rules' own words."""
+    groups = list(enumerate(fault.config["groups"]))
+    stored = [
+        (at, group)
+        for at, group in groups
+        if cases.kind_of(group) in cases.STORED and group.get("enable_kv_transfer", True)
+    ]
+    paths = set()
+    if not stored:
+        paths.add("groups")
+    if len(stored) > 1 and fault.config["parallel"].get("pcp", 1) > 1:
+        paths.add("parallel.pcp")
+    if fault.step % fault.unit:
+        paths.add("scheduler_block_size")
+    for at, group in groups:
+        if group["kind"] == "cross_attention" and group["enable_kv_transfer"]:
+            paths.add(f"groups[{at}].kind")
+    for at, group in stored:
+        tokens = cases.tokens_of(cases.members_of(group)[0])
+        if tokens % fault.unit or fault.step % tokens:
+            paths.add(f"groups[{at}].block_size")
+        if group.get("host_resident"):
+            paths.add(f"groups[{at}].host_resident")
+        for number, member in enumerate(cases.members_of(group)):
+            if member.get("mamba_cache_mode", "align") != "align":
+                inside = f".members[{number}]" if "members" in group else ""
+                paths.add(f"groups[{at}]{inside}.mamba_cache_mode")
+    return paths
+
+
 def explained(problems: list[Any], fault: cases.Fault, theirs: str | None) -> set[str]:
     """The rows that explain two unequal verdicts; "" of what none explains."""
     if problems:
@@ -695,6 +780,7 @@ def compare_refusals(rng: random.Random, counts: Counts) -> None:
     ours = kvprism.validate_store(
         kvprism.Projection(kvprism.CacheConfig.from_dict(fault.config | sizes))
     )
+    expect("what a start is refused for", {each.path for each in ours}, wrong_paths(fault))
     for name in fault.names:
         counts[f"starts with fault: {name}"] += 1
     if bool(ours) == bool(theirs):
@@ -825,6 +911,31 @@ def work(job: tuple[int, int], most_problems: int = 3) -> tuple[Counts, list[str
     return counts, problems
 
 
+ARRANGEMENTS = tuple(itertools.product((1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2, 3)))
+
+
+def compare_positions(counts: Counts) -> list[str]:
+    """Where each rank stands, in every arrangement that the engine takes."""
+    problems = []
+    for tp, pcp, dcp, pp in ARRANGEMENTS:
+        if not engine_takes(tp, pcp, dcp):
+            counts["arrangements that the engine refuses"] += 1
+            continue
+        group = cases.attention("full_attention", "a", 16, random.Random(tp))
+        parallel = {"tp": tp, "pcp": pcp, "dcp": dcp, "pp": pp}
+        config = {"num_blocks": 8, "groups": [group], "parallel": parallel}
+        try:
+            projection = kvprism.Projection(kvprism.CacheConfig.from_dict(config))
+            ours = [kvprism.rank_position(rank, projection) for rank in range(tp * pcp * pp)]
+            placed = [(each.tp, each.pcp, each.dcp, each.pp) for each in ours]
+            expect("positions", placed, positions(tp, pcp, dcp, pp))
+        except (MismatchError, kvprism.Error) as error:
+            problems.append(f"{error}\n    parallel: {parallel}")
+        counts["arrangements of ranks"] += 1
+        counts["arrangements of ranks, both contexts"] += pcp > 1 and dcp > 1
+    return problems
+
+
 def compare_gallery(counts: Counts) -> list[str]:
     """The configurations of real models, as the tests with vLLM compare them."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
@@ -834,6 +945,7 @@ def compare_gallery(counts: Counts) -> list[str]:
     for path in sorted(test_gallery.FOLDER.iterdir()):
         try:
             test_gallery.test_projections_sizes_and_bytes(path)
+            test_gallery.test_groups_are_those_that_the_engine_makes(path)
         except (AssertionError, kvprism.Error) as error:
             problems.append(f"{path.stem}: {type(error).__name__} {error}")
         counts["configurations of the gallery"] += 1
@@ -878,6 +990,7 @@ def main() -> int:
     counts["requests whose block hashes are equal"] = HASHED_REQUESTS
     problems += block_hashes.compare(arguments.seed, HASHED_REQUESTS)
     problems += compare_gallery(counts)
+    problems += compare_positions(counts)
     if arguments.cases >= FULL:
         problems += unmet(counts)
     for name, count in sorted(counts.items()):

@@ -2,8 +2,8 @@
 """Does the comparison with the real vLLM notice deliberate mistakes in the rules?
 
 Compiles the sources that mutants.json names, with every mistake behind a switch, into a library
-that takes their place in a process. The comparison runs there once without a mistake, then once for
-each until an answer differs.
+that takes their place in a process. The comparison of decisions or of objects, as a row says, runs
+there once without a mistake, then once for each until an answer differs.
 
 Usage: mutants.py [--cases N] [--only ID]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import shlex
 import subprocess
@@ -26,11 +27,23 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build/oracle_mutants"
 LIBRARY = BUILD / "libmutants.so"
 
+# At most so many for each mutant in how objects lie.
+CACHES = 1_000
+
 sys.path.insert(0, str(HERE.parent / "mutants"))
 import run as mechanism  # noqa: E402
 
-# Private helpers that the mutated sources need and the library does not export.
-HELPERS = ("cpp/src/group/hash128.cpp",)
+# Private helpers that the mutated sources need and the library does not export, and the exported
+# units that call private ones: what the library calls inside itself, nobody can replace.
+HELPERS = (
+    "cpp/src/group/hash128.cpp",
+    "cpp/src/layout/disjoint.cpp",
+    "cpp/src/layout/segment_map.cpp",
+    "cpp/src/store/plan_check.cpp",
+    "cpp/src/store/stage_check.cpp",
+    "cpp/src/store/store_worker.cpp",
+    "cpp/src/store/worker_calls.cpp",
+)
 
 
 def build(mutants: list[mechanism.Mutant]) -> None:
@@ -42,8 +55,9 @@ def build(mutants: list[mechanism.Mutant]) -> None:
         "int kvprism_mutant = 0;\n",
         encoding="utf-8",
     )
-    sources = [switch, *(ROOT / name for name in HELPERS)]
-    for name in sorted({mutant.file for mutant in mutants}):
+    files = sorted({mutant.file for mutant in mutants})
+    sources = [switch, *(ROOT / name for name in HELPERS if name not in files)]
+    for name in files:
         text = (ROOT / name).read_text(encoding="utf-8")
         path = BUILD / Path(name).name
         path.write_text(
@@ -80,11 +94,19 @@ def wait(running: list[subprocess.Popen[bytes]]) -> None:
     running.clear()
 
 
-def judge(mutants: list[mechanism.Mutant], cases: int) -> int:
+def judge(mutants: list[mechanism.Mutant], by: dict[str, str], cases: int) -> int:
     import compare
+    import objects
+
+    def try_out(comparison: str, cases: int) -> tuple[str, list[str]]:
+        if comparison == "objects":
+            counts, problems = objects.work(1, min(cases, CACHES), 1)
+            return f"{counts['caches']} caches", problems
+        counts, problems = compare.work((1, cases), most_problems=1)
+        return f"{counts['hits']} hits", problems
 
     switch = ctypes.c_int.in_dll(ctypes.CDLL(None), "kvprism_mutant")
-    _, problems = compare.work((1, min(cases, 3000)))
+    problems = [each for name in set(by.values()) for each in try_out(name, min(cases, 3000))[1]]
     if problems:
         print(problems[0])
         mechanism.fail("the comparison fails without any mutant")
@@ -92,9 +114,9 @@ def judge(mutants: list[mechanism.Mutant], cases: int) -> int:
     for mutant in mutants:
         switch.value = mutant.number
         try:
-            counts, problems = compare.work((1, cases), most_problems=1)
+            seen, problems = try_out(by[mutant.id], cases)
             found = problems[0].splitlines()[0] if problems else None
-            how = f"after {counts['hits']} hits: {found}"
+            how = f"after {seen}: {found}"
         except Exception as error:
             found = how = f"raises {type(error).__name__}: {str(error).splitlines()[0]}"
         print(f"{mutant.id:<32} {how[:150] if found else 'SURVIVED'}", flush=True)
@@ -111,7 +133,10 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=30_000, help="at most so many for each mutant")
     parser.add_argument("--only", help="the id of one mutant")
     arguments = parser.parse_args()
-    mutants = mechanism.load(HERE / "mutants.json")
+    rows = HERE / "mutants.json"
+    mutants = mechanism.load(rows)
+    # Which comparison must notice it: of decisions, unless a row names the one of objects.
+    by = {row["id"]: row.get("by", "compare") for row in json.loads(rows.read_text("utf-8"))}
     if "KVPRISM_ORACLE_MUTANTS" not in os.environ:
         began = time.monotonic()
         build(mutants)
@@ -121,7 +146,7 @@ def main() -> int:
     chosen = [mutant for mutant in mutants if arguments.only in (None, mutant.id)]
     if not chosen:
         mechanism.fail(f"no mutant '{arguments.only}'")
-    return judge(chosen, arguments.cases)
+    return judge(chosen, by, arguments.cases)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 Random caches are laid out in real memory, with the views that vLLM gives to a connector. The
 reference's own code turns a block into addresses and lengths, kvprism's SegmentMap does the same,
 and both are read. Where a StoreWorker accepts the layout the bytes must be equal; where it refuses
-they must differ, or the reference must read outside the block or the memory. A pipeline stage that
-holds no layers of a group saves with a real worker, and the store is compared.
+they must differ, or the reference must read outside the block or the memory. Whatever is decided,
+an object is the block in the order of the layout's letters. A pipeline stage that holds no layers
+of a group saves with a real worker, and the store is compared.
 
 Usage: objects.py [--cases N] [--seed N]
 """
@@ -31,6 +32,9 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 FEATURES = (
     "states",
     "padded states",
+    "padded attention",
+    "compression",
+    "several states of a token",
     "a wrapper",
     "members in another order",
     "several tensors",
@@ -45,6 +49,8 @@ class Cache:
 
     config: dict[str, Any]
     memories: list[torch.Tensor]  # one for all layers, or one each
+    tokens: int  # of a block
+    page: int  # bytes of a layer's block
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     tensors: list[kvprism.CacheTensor] = field(default_factory=list)
     features: set[str] = field(default_factory=set)
@@ -62,6 +68,12 @@ class Shape:
     stride: dict[str, int]
     separate: bool  # each layer in an allocation of its own
     kernel: int  # positions of a kernel block; 0: those of a block
+    compression: int  # tokens of a position
+    states: int  # positions of a token
+
+    @property
+    def tokens(self) -> int:
+        return self.positions * self.compression // self.states
 
     @property
     def page(self) -> int:
@@ -92,6 +104,8 @@ def group_of(rng: random.Random, shape: Shape, number: int, layers: list[str]) -
         "head_size": shape.content,
         "head_size_v": 0,
         "dtype": "int8",
+        "compression": shape.compression,
+        "states_per_token": shape.states,
     }
     roll = rng.random()
     if roll < 0.2 and not shape.splits_heads and not shape.kernel:
@@ -100,22 +114,37 @@ def group_of(rng: random.Random, shape: Shape, number: int, layers: list[str]) -
         row = {
             "kind": "mamba",
             "layers": layers,
-            "block_size": shape.positions,
+            "block_size": shape.tokens,
             "shapes": [[first], [shape.page - padded - first]],
             "dtypes": ["int8", "int8"],
             "mamba_cache_mode": "align",
         }
         return row | ({"page_size_padded": shape.page} if padded else {})
-    if roll < 0.35 and len(layers) != 1:
+    if roll < 0.3 and shape.content > 1 and not shape.splits_heads and not shape.kernel:
+        return attention | {"head_size": shape.content - 1, "page_size_padded": shape.page}
+    if roll < 0.45 and len(layers) != 1:
         other = attention | {"head_size": shape.content - 1, "head_size_v": 1}
         members = [attention | {"layers": layers[:1]}, other | {"layers": layers[1:]}]
         if not layers or rng.random() < 0.5:
             return {"kind": "uniform", "members": members}
         # The model's order is not that of the members.
         return {"kind": "uniform", "members": members[::-1], "layers": layers}
-    if number % 2:
+    if number % 2 and shape.compression == shape.states:
         return attention | {"kind": "sliding_window", "sliding_window": 8}
     return attention
+
+
+def padded_head_stride(shape: Shape, group: dict[str, Any]) -> int:
+    content = int(group["head_size"])
+    return shape.positions * content if shape.layout.endswith("HNC") else content
+
+
+def head_stride(shape: Shape, group: dict[str, Any]) -> int:
+    """Bytes from one head to the next, as a tensor is told; 0 where there are none."""
+    if shape.heads == 1 or group["kind"] == "mamba":
+        return 0
+    padded = "page_size_padded" in group
+    return padded_head_stride(shape, group) if padded else shape.head_stride
 
 
 def view_of(cache: Cache, shape: Shape, group: dict[str, Any], layer: int) -> torch.Tensor:
@@ -125,6 +154,12 @@ def view_of(cache: Cache, shape: Shape, group: dict[str, Any], layer: int) -> to
     if group["kind"] == "mamba":  # the first of its states
         (first,) = group["shapes"][0]
         return torch.as_strided(memory, (BLOCKS, first), (shape.stride["B"], 1), begin)
+    if "page_size_padded" in group:  # what is valid lies together in front
+        content = group["head_size"]
+        sizes = (BLOCKS, shape.heads, shape.positions, content)
+        head = padded_head_stride(shape, group)
+        position = content if shape.layout.endswith("HNC") else shape.heads * content
+        return torch.as_strided(memory, sizes, (shape.stride["B"], head, position, 1), begin)
     if not shape.kernel:
         sizes = (BLOCKS, shape.heads, shape.positions, shape.content)
         strides = (shape.stride["B"], shape.stride["H"], shape.stride["N"], 1)
@@ -158,13 +193,16 @@ def make(rng: random.Random) -> Cache:
         outer = layout[layout.index(letter) - 1]
         if outer == "B" and letter != layout[0]:
             step += pad
-    shape = Shape(layout, heads, positions, content, most, stride, separate, kernel)
+    compression, states = rng.choice(((1, 1), (1, 1), (1, 1), (2, 1), (4, 1), (1, 2)))
+    shape = Shape(
+        layout, heads, positions, content, most, stride, separate, kernel, compression, states
+    )
     bytes_each = stride["L"] if separate else step
     memories = [
         torch.tensor([rng.randrange(256) for _ in range(bytes_each + tail)], dtype=torch.uint8)
         for _ in range(most if separate else 1)
     ]
-    cache = Cache({}, memories)
+    cache = Cache({}, memories, shape.tokens, shape.page)
     rows = []
     for number, count in enumerate(counts):
         layers = [f"g{number}.{layer}" for layer in range(count)]
@@ -177,7 +215,8 @@ def make(rng: random.Random) -> Cache:
         if "members" in row and "layers" in row:
             cache.features.add("members in another order")
         if "page_size_padded" in row:
-            cache.features.add("padded states")
+            states_row = row["kind"] == "mamba"
+            cache.features.add("padded states" if states_row else "padded attention")
         for layer, name in enumerate(layers):
             cache.views[name] = view_of(cache, shape, row, layer)
         # One tensor for all layers of the group, or one each.
@@ -194,12 +233,15 @@ def make(rng: random.Random) -> Cache:
                     layers=layers[first : first + 1] if apart else layers,
                     layer_stride=stride["L"],
                     block_stride=stride["B"],
-                    head_stride=shape.head_stride if heads > 1 and row["kind"] != "mamba" else 0,
+                    head_stride=head_stride(shape, row),
                     kernel_block_size=kernel,
                 )
             )
     if kernel:
         cache.features.add("kernel blocks")
+    if any(row["kind"] != "mamba" for row in rows):
+        cache.features.add("compression" if compression > 1 else "")
+        cache.features.add("several states of a token" if states > 1 else "")
     cache.features.discard("")
     cache.config = {
         "num_blocks": BLOCKS,
@@ -229,6 +271,34 @@ def read(cache: Cache, segments: list[tuple[int, int]]) -> bytes | None:
     return out
 
 
+def by_letters(cache: Cache, group: int, block: int) -> bytes:
+    """A block of a group in the order that the letters of the layout's name have without B."""
+    layout = cache.config["kv_layout"]
+    row = cache.config["groups"][group]
+    pages = []
+    for name in row.get("layers", layers_of(row)):
+        view = cache.views[name]
+        if row["kind"] == "mamba" or "page_size_padded" in row:
+            # Opaque, padding included.
+            pages.append(raw_page(cache, view, block))
+            continue
+        # Kernel blocks continue the positions.
+        parts = view.unflatten(0, (BLOCKS, -1))[block]
+        pages.append(torch.cat(list(parts), dim=1).contiguous())
+    if not pages:
+        return b""
+    if pages[0].dim() == 1:
+        return bytes(torch.cat(pages).tolist())
+    axes = ["LHNC".index(letter) for letter in layout.replace("B", "")]
+    return bytes(torch.stack(pages).permute(axes).flatten().tolist())
+
+
+def raw_page(cache: Cache, view: torch.Tensor, block: int) -> torch.Tensor:
+    begin = view.storage_offset() + block * view.stride(0)
+    memory = torch.as_strided(view, (cache.page,), (1,), begin)
+    return memory.contiguous()
+
+
 class StartError(Exception):
     """The reference itself does not start with a cache."""
 
@@ -254,8 +324,7 @@ def saved(
 ) -> dict[tuple[int, int], bytes]:
     """What a save of all blocks leaves of the first stage, by group and block."""
     scheduler = kvprism.StoreScheduler(schema, kvprism.memory_store(pool))
-    size = scheduler_block_size(cache)
-    tokens = (BLOCKS - 1) * size
+    tokens = (BLOCKS - 1) * cache.tokens
     hashes = [bytes([block]) * 32 for block in range(1, BLOCKS)]
     scheduler.advanced(1, tokens, hashes)
     groups = cache.config["groups"]
@@ -285,11 +354,6 @@ def saved(
     return found
 
 
-def scheduler_block_size(cache: Cache) -> int:
-    first = cache.config["groups"][0]
-    return int(first.get("members", [first])[0]["block_size"])
-
-
 def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
     layout = cache.config["kv_layout"]
     projection = kvprism.Projection(kvprism.CacheConfig.from_dict(cache.config))
@@ -315,10 +379,16 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
         for stage in stages:
             stage.close(1.0)
     verdict = "accepted" if accepted else "refused"
-    tokens = scheduler_block_size(cache)
+    for number in range(len(groups)):
+        for block in range(1, BLOCKS):
+            found = read(cache, places.segments(kvprism.GroupId(number), block))
+            if found != by_letters(cache, number, block):
+                return f"group {number}, block {block} is not in the order of {layout}"
     try:
-        wanted = {block: theirs(cache, block, tokens) for block in range(1, BLOCKS)}
+        wanted = {block: theirs(cache, block, cache.tokens) for block in range(1, BLOCKS)}
     except StartError:
+        if accepted:
+            return "accepted, and the reference does not start"
         heads = "several heads" if cache.config["model_total_kv_heads"] > 1 else "one head"
         kernel = "kernel blocks" if "kernel blocks" in cache.features else "whole blocks"
         counts[f"no start: {layout}, {heads}, {kernel} {verdict}"] += 1
@@ -347,6 +417,22 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
     return None
 
 
+def work(seed: int, cases: int, most_problems: int) -> tuple[collections.Counter[str], list[str]]:
+    """What so many caches are, and what is wrong with the first bad ones."""
+    rng = random.Random(seed)
+    counts: collections.Counter[str] = collections.Counter()
+    problems: list[str] = []
+    for _ in range(cases):
+        cache = make(rng)
+        problem = compare(cache, counts)
+        counts["caches"] += 1
+        if problem:
+            problems.append(f"{problem}\n    {cache.config}\n    {cache.tensors}")
+        if len(problems) == most_problems:
+            break
+    return counts, problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=2_000)
@@ -354,29 +440,23 @@ def main() -> int:
     arguments = parser.parse_args()
     assert reference.interface is not None
     began = time.monotonic()
-    rng = random.Random(arguments.seed)
-    counts: collections.Counter[str] = collections.Counter()
-    problems = 0
-    for _ in range(arguments.cases):
-        cache = make(rng)
-        problem = compare(cache, counts)
-        if problem and problems < 3:
-            print(f"DIFFERENT {problem}\n    {cache.config}\n    {cache.tensors}")
-        problems += bool(problem)
+    counts, problems = work(arguments.seed, arguments.cases, 3)
+    for problem in problems:
+        print(f"DIFFERENT {problem}")
     for name, count in sorted(counts.items()):
         print(f"{name:<50} {count:>9}")
     for layout in LAYOUTS:
         if not counts[f"{layout} several groups accepted"]:
-            print(f"no case of several groups in {layout} was accepted")
-            problems += 1
+            problems.append(f"no case of several groups in {layout} was accepted")
+            print(problems[-1])
     for feature in FEATURES:
         for verdict in ("accepted", "refused"):
             if not counts[f"with {feature} {verdict}"]:
-                print(f"no case with {feature} was {verdict}")
-                problems += 1
+                problems.append(f"no case with {feature} was {verdict}")
+                print(problems[-1])
     refused = sum(n for name, n in counts.items() if name.endswith("refused") and name[1] != "i")
-    print(f"{arguments.cases} caches, {refused} of them refused")
-    print(f"{problems} differences in objects, {time.monotonic() - began:.0f} s")
+    print(f"{counts['caches']} caches, {refused} of them refused")
+    print(f"{len(problems)} differences in objects, {time.monotonic() - began:.0f} s")
     return 1 if problems else 0
 
 

@@ -23,7 +23,7 @@ importlib.import_module("vllm.v1.worker.cpu.shm")
 
 import cases  # noqa: E402
 import torch  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import (  # noqa: E402
     connector,
@@ -67,6 +67,20 @@ def meant(config: dict[str, Any]) -> dict[str, Any]:
             member["sliding_window"] = next(size for size in range(2, 99) if size not in taken)
         member["sliding_window"] += member.get("extra_retained_tokens", 0)
     return config
+
+
+def engine_takes(tp: int, pcp: int, dcp: int) -> bool:
+    """Whether the engine starts with so many ranks of each kind."""
+    try:
+        ParallelConfig(
+            tensor_parallel_size=tp,
+            prefill_context_parallel_size=pcp,
+            decode_context_parallel_size=dcp,
+            distributed_executor_backend="mp",
+        )
+    except ValueError:
+        return False
+    return True
 
 
 @functools.cache
@@ -120,6 +134,8 @@ def spec_of(group: dict[str, Any]) -> Any:
             shapes=tuple(tuple(shape) for shape in group["shapes"]),
             dtypes=tuple(DTYPES[name] for name in group["dtypes"]),
             mamba_cache_mode=group["mamba_cache_mode"],
+            num_speculative_blocks=group.get("num_speculative_blocks", 0),
+            num_prefill_checkpoint_blocks=group.get("num_prefill_checkpoint_blocks", 0),
         )
     if group["kind"] == "hisparse_hot":
         return interface.HiSparseHotSpec(
@@ -139,6 +155,7 @@ def spec_of(group: dict[str, Any]) -> Any:
         "head_size": group["head_size"],
         "dtype": DTYPES[group["dtype"]],
         "max_tp_shards": group.get("max_tp_shards"),
+        "dcp_sharded": group.get("dcp_sharded", True),
     }
     kind = group["kind"]
     if kind == "full_attention":

@@ -89,3 +89,58 @@ def test_projections_sizes_and_bytes(path: Path) -> None:
     )
     sizes = projection.scheduler_block_size, projection.hash_block_size
     assert sizes == resolve_kv_cache_block_sizes(theirs, engine)
+
+
+def layers_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each layer's keys, in the order of the model."""
+    found = {
+        layer: member
+        for group in config["groups"]
+        for member in group.get("members", [group])
+        for layer in member["layers"]
+    }
+    in_file = {layer: at for at, layer in enumerate(found)}
+
+    def place(layer: str) -> tuple[int, int]:
+        return int(layer.split(".")[1]), in_file[layer]
+
+    return {layer: found[layer] for layer in sorted(found, key=place)}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
+def test_groups_are_those_that_the_engine_makes(path: Path) -> None:
+    """Of the layers alone: which of them share a group, and their pages."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
+
+    config = json.loads(path.read_text("utf-8"))
+    layers = layers_of(config)
+    engine = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout[config["kv_layout"]],
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="any")),
+    )
+    specs = {layer: spec_of(fields) for layer, fields in layers.items()}
+    theirs = {}
+    for group in planning.get_kv_cache_groups(engine, specs):
+        inside = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        theirs[frozenset(group.layer_names)] = {
+            layer: inside.get(layer, group.kv_cache_spec).page_size_bytes
+            for layer in group.layer_names
+        }
+    projection = kvprism.Projection(kvprism.CacheConfig.from_dict(config))
+    ours = {
+        frozenset(group.layers): dict(zip(group.layers, group.layer_page_bytes, strict=True))
+        for group in projection.groups()
+    }
+    assert ours == theirs
