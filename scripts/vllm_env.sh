@@ -5,6 +5,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
+[ -x "$VENV/bin/python" ] || die "there is no .venv: run make build first"
 
 env="$ROOT/.venv-vllm"
 stamp="$env/.kvprism-stamp"

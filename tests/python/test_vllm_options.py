@@ -138,6 +138,22 @@ def test_keys_of_the_built_in_connector_are_taken_where_they_change_nothing() ->
     )
 
 
+def test_variables_of_the_built_in_connector() -> None:
+    receivers = "VLLM_MOONCAKE_LOAD_RECV_THREADS"
+    assert read_options(MASTER, {}).max_gets_in_flight == 4
+    assert read_options(MASTER, {receivers: " 7"}).max_gets_in_flight == 7
+    chosen = MASTER | {"max_gets_in_flight": 2}
+    assert read_options(chosen, {receivers: "7"}).max_gets_in_flight == 2
+    read_options(MASTER, {"MOONCAKE_PREFERRED_SEGMENT": "  "})
+    with pytest.raises(kvprism.ConfigError) as caught:
+        read_options(MASTER, {receivers: "many", "MOONCAKE_PREFERRED_SEGMENT": "host-1"})
+    assert str(caught.value) == (
+        "kvprism options: 2 problems\n"
+        f"  {receivers} = 'many': expected an integer\n"
+        "  MOONCAKE_PREFERRED_SEGMENT = 'host-1': expected left out (Not available.)"
+    )
+
+
 def test_the_documentation_lists_the_options() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
@@ -149,3 +165,15 @@ def test_the_documentation_lists_the_options() -> None:
     for accepted in ACCEPTED:
         assert rows.pop(accepted.name) == f"{accepted.expected} | {accepted.meaning}"
     assert not rows
+
+
+def test_the_prerequisites_are_those_of_the_tests() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "vllm.md").read_text()
+    section = page.split("## Prerequisites\n")[1].split("\n## ")[0]
+    script = (root / "scripts" / "vllm_env.sh").read_text()
+    (line,) = re.findall(r"^need_packages (.*)$", script, re.MULTILINE)
+    packages = set(line.split()) - {"iproute2"}  # for the tests' own network
+    assert packages == set(re.findall(r"`(lib\w+)`", section))
+    (python,) = re.findall(r'requires-python = ">=(.*)"', (root / "pyproject.toml").read_text())
+    assert f"| Python | {python} or later" in section

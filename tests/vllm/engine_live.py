@@ -3,8 +3,9 @@
 The first line has ``model``, ``engine`` and ``connector``, and may have ``watch``: a file for the
 notes of byte_watch.py, whose counts are then part of each answer. Each further line has
 ``prompts``, ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and
-``abort_after``: abort all of them after so many steps, unless it is null; and ``settle``: wait for
-the connector's work. An empty line ends it.
+``abort_after``: abort all of them after so many steps, unless it is null; ``settle``: wait for
+the connector's work; ``salt``: of their hashes; and ``reset_running_after``: reset the cache, the
+connector's too, and all that runs, after so many steps. An empty line ends it.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ def main() -> None:
         parameters = SamplingParams(
             temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=2
         )
-        at, cpu = time.monotonic(), time.process_time()
-        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
-        if order["abort_after"] is None:
-            outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        else:
+        at, cpu, refused = time.monotonic(), time.process_time(), 0
+        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
+        if order["salt"]:
+            prompts = [prompt | {"cache_salt": order["salt"]} for prompt in prompts]
+        if order["abort_after"] is not None:
             outputs = []
             abort(llm.llm_engine, prompts, parameters, order["abort_after"])
+        elif order["reset_running_after"] is not None:
+            outputs, refused = reset_running(
+                llm.llm_engine, prompts, parameters, order["reset_running_after"]
+            )
+        else:
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
         seconds, cpu_seconds = time.monotonic() - at, time.process_time() - cpu
         if order.get("settle"):
             engine_run.settle(llm)
@@ -64,6 +71,7 @@ def main() -> None:
             "outputs": [engine_run.describe(output) for output in outputs],
             "hits": engine_run.external_hits(llm) - before,
             "counters": engine_run.counters(llm),
+            "resets_refused": refused,
             "preemptions": metric(llm, "vllm:num_preemptions"),
             "drafted": metric(llm, "vllm:spec_decode_num_draft_tokens"),
             "accepted": metric(llm, "vllm:spec_decode_num_accepted_tokens"),
@@ -89,6 +97,33 @@ def abort(engine: Any, prompts: list[Any], parameters: Any, steps: int) -> None:
     engine.abort_request([f"aborted-{number}" for number in range(len(prompts))])
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def reset_running(
+    engine: Any, prompts: list[Any], parameters: Any, steps: int
+) -> tuple[list[Any], int]:
+    """Their answers, in order, and how often the reset was refused because blocks were in use."""
+    ended: dict[str, Any] = {}
+
+    def step() -> None:
+        ended.update({each.request_id: each for each in engine.step() if each.finished})
+
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"reset-{number}", prompt, parameters)
+    for _ in range(steps):
+        step()
+    refused = 0
+    while True:
+        try:
+            if engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+                break
+            raise ValueError("the connector was not reset")
+        except RuntimeError:
+            refused += 1
+        step()
+    while engine.has_unfinished_requests():
+        step()
+    return [ended[f"reset-{number}"] for number in range(len(prompts))], refused
 
 
 def metric(llm: Any, name: str) -> int:

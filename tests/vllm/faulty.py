@@ -1,16 +1,34 @@
-"""Connectors with trouble of their own, for tests."""
+"""Connectors with trouble of their own, or that look closer, for tests."""
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import kvprism
-from kvprism.vllm import worker_side
+from kvprism.vllm import scheduler_side, worker_side
 from kvprism.vllm.connector import KVPrismConnector
 
 _open_store = worker_side.open_store
+
+
+class CheckedConnector(KVPrismConnector):
+    """Refuses calls that break the contract of the scheduler's half."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        scheduler_side.StoreScheduler = functools.partial(  # type: ignore[assignment, misc]
+            kvprism.StoreScheduler, checked=True
+        )
+        super().__init__(*arguments, **named)
+
+
+def _with_faults(**faults: float) -> None:
+    def opened(*arguments: Any, **options: Any) -> Any:
+        return kvprism.inject_faults(_open_store(*arguments, **options), **faults)
+
+    worker_side.open_store = opened  # type: ignore[assignment]
 
 
 class OneRankLateConnector(KVPrismConnector):
@@ -18,12 +36,16 @@ class OneRankLateConnector(KVPrismConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._vllm_config.parallel_config.rank == 1:
+            _with_faults(delay_seconds=0.2, delay=1.0)
+        super().register_kv_caches(kv_caches)
 
-            def late(*arguments: Any, **options: Any) -> Any:
-                store = _open_store(*arguments, **options)
-                return kvprism.inject_faults(store, delay_seconds=0.2, delay=1.0)
 
-            worker_side.open_store = late  # type: ignore[assignment]
+class OneRankFailsConnector(KVPrismConnector):
+    """Some of what the rank FAILING_RANK loads is never there."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._vllm_config.parallel_config.rank == int(os.environ["FAILING_RANK"]):
+            _with_faults(vanished=1.0)
         super().register_kv_caches(kv_caches)
 
 

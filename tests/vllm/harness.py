@@ -320,7 +320,9 @@ class LiveEngine:
         max_tokens: int = 16,
         reset: bool = False,
         abort_after: int | None = None,
+        reset_running_after: int | None = None,
         settle: bool = False,
+        salt: str = "",
     ) -> dict[str, Any]:
         """Serves prompts; with ``reset``, nothing but the store can have their cache."""
         return self._order(
@@ -329,7 +331,9 @@ class LiveEngine:
                 "max_tokens": max_tokens,
                 "reset": reset,
                 "abort_after": abort_after,
+                "reset_running_after": reset_running_after,
                 "settle": settle,
+                "salt": salt,
             }
         )
 

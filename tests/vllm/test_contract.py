@@ -122,6 +122,23 @@ def test_groups_mean_the_same_on_both_sides(vllm_config: Any) -> None:
         assert row.tokens_per_block == group.kv_cache_spec.block_size
 
 
+def test_a_ring_makes_the_steps_of_vllm_coarser(vllm_config: Any) -> None:
+    """Said under the limits of docs/vllm.md (W-C17)."""
+    import dataclasses
+
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    ring = dataclasses.replace(specs()["ring"], block_size=24)
+    ours = config("full", ring=ring)
+    sizes = resolve_kv_cache_block_sizes(ours, vllm_config)
+    assert sizes[0] == 96
+    projection = cache_config.describe(vllm_config, ours, sizes, "").projection
+    assert projection.scheduler_block_size == projection.hit_alignment == 96
+    rows = [cache_config._group(group) for group in ours.kv_cache_groups]
+    alone = kvprism.CacheConfig.from_dict({"num_blocks": BLOCKS, "groups": rows})
+    assert kvprism.Projection(alone).scheduler_block_size == 32
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -399,6 +416,38 @@ def test_which_tokens_a_context_rank_holds_changes_the_keys(vllm_config: Any) ->
             assert fingerprint(settled) == before, (given, other)
 
 
+def test_hashes_of_another_generation_have_other_names(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before 0.31 hash adapters, media and salts otherwise."""
+    from vllm.v1.core import kv_cache_utils
+
+    ours = cache_config.key_facts(vllm_config)["model_revision"]
+    if hasattr(kv_cache_utils, "to_event_extra_keys"):
+        monkeypatch.delattr(kv_cache_utils, "to_event_extra_keys")
+    else:
+        monkeypatch.setattr(kv_cache_utils, "to_event_extra_keys", None, raising=False)
+    assert cache_config.key_facts(vllm_config)["model_revision"] != ours
+
+
+def test_where_a_window_is_computed_anew_hits_end_on_whole_blocks(vllm_config: Any) -> None:
+    """vLLM cuts an offer to them there, and would refuse what it has cut."""
+    import dataclasses
+
+    replayed = specs()["replayed"]
+    if not hasattr(replayed, "bounded_replay"):
+        pytest.skip("since 0.31")
+    for names, aligned in ((("full", "mamba"), 32), (("full", "mamba", "replayed"), 64)):
+        ours = config(*names)
+        for group in ours.kv_cache_groups:
+            spec = dataclasses.replace(group.kv_cache_spec, block_size=64)
+            object.__setattr__(group, "kv_cache_spec", spec)
+        object.__setattr__(ours, "cache_hit_alignment_tokens", 32)
+        projection = cache_config.describe(vllm_config, ours, (64, 32), "").projection
+        assert projection.hit_alignment == aligned
+        assert projection.max_hit(200) % aligned == 0
+
+
 def test_hashes_that_differ_between_processes_are_refused(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,15 +460,19 @@ def test_hashes_that_differ_between_processes_are_refused(
 
 
 def test_this_vllm_speaks_the_contract() -> None:
+    from kvprism.vllm import KVPrismConnector
     from kvprism.vllm.contract import differences
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    assert differences(KVConnectorBase_V1) == []
+    assert differences(KVPrismConnector, (KVConnectorBase_V1, SupportsHMA)) == []
 
 
 def test_every_difference_of_another_vllm_is_named() -> None:
+    from abc import abstractmethod
+
+    from kvprism.vllm import KVPrismConnector
     from kvprism.vllm.contract import differences
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     class Changed(KVConnectorBase_V1):
         wait_for_save = None  # type: ignore[assignment]
@@ -427,12 +480,34 @@ def test_every_difference_of_another_vllm_is_named() -> None:
         def get_num_new_matched_tokens(self, request: Any, computed: int, more: int) -> Any:
             raise NotImplementedError
 
-    found = differences(Changed, (("vllm.v1.outputs", "KVConnectorOutput", ("gone",)),))
-    assert found == [
-        "Changed.wait_for_save: missing, expected ()",
+        def register_finished_partial_tail(self, request: Any, offers: Any) -> Any:
+            raise NotImplementedError
+
+        @classmethod
+        def build_prom_metrics(cls, config: Any) -> Any:
+            raise NotImplementedError
+
+        @abstractmethod
+        def told_by_nobody(self) -> None: ...
+
+    used = (
+        ("vllm.v1.outputs", "KVConnectorOutput", ("gone", "finished_recving")),
+        ("vllm.v1.request", "Request", ("kv_transfer_params", "gone")),
+        ("vllm.v1.request", "Gone", ()),
+    )
+    found = differences(KVPrismConnector, (Changed, SupportsHMA), used)
+    assert sorted(found) == [
+        "Changed.build_prom_metrics(config): "
+        "expected (vllm_config, metric_types, labelnames, per_engine_labelvalues)",
         "Changed.get_num_new_matched_tokens(request, computed, more): "
         "expected (request, num_computed_tokens)",
+        "Changed.register_finished_partial_tail(request, offers): "
+        "expected (request, block_ids, partial_tail_offloads)",
+        "Changed.told_by_nobody: must be defined, and is not known",
+        "Changed.wait_for_save: missing, expected ()",
         "vllm.v1.outputs.KVConnectorOutput.gone: missing",
+        "vllm.v1.request.Gone: missing",
+        "vllm.v1.request.Request.gone: missing",
     ]
 
 
@@ -558,6 +633,77 @@ def test_what_a_worker_moves_is_told_by_group() -> None:
         ("vllm:kvprism_group_put_us", "e0", "1"): 70,
         ("vllm:kvprism_loads", "e0"): 2,
     }
+
+
+def test_durations_and_gauges_are_those_of_the_core() -> None:
+    from kvprism.vllm.stats import BOUNDS_US, COUNTERS, DURATIONS, GAUGES
+
+    groups = [{"kind": "full_attention", "layers": ["a"], "block_size": 32, "num_kv_heads": 1}]
+    groups[0] |= {"head_size": 8, "dtype": "float16"}
+    cache = kvprism.CacheConfig.from_dict({"num_blocks": 8, "groups": groups})
+    schema = kvprism.KeySchema.make(
+        kvprism.Projection(cache), model="m", hash_algorithm="sha256", hash_is_stable=True
+    )
+    core = kvprism.StoreScheduler(schema, kvprism.memory_store())
+    durations = core.durations()
+    assert set(durations) == set(DURATIONS)
+    for times in durations.values():
+        bounds = [name for name in times if name.startswith("up_to_us_")]
+        assert bounds == [f"up_to_us_{bound}" for bound in (*BOUNDS_US, "inf")]
+    counters = core.counters()
+    for path in COUNTERS | GAUGES:
+        first, _, rest = path.partition(".")
+        if first in ("index", "mode"):
+            continue  # of the store, and a property
+        value = counters[first]
+        assert (value[rest] if isinstance(value, dict) else value) == 0, path
+    core.close()
+
+
+def test_what_took_how_long_is_counted_like_a_histogram() -> None:
+    from types import SimpleNamespace
+
+    from kvprism.vllm.stats import BOUNDS_US, Differences, StoreMetrics
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    times = {f"up_to_us_{bound}": 0 for bound in (*BOUNDS_US, "inf")}
+    differences = Differences()
+    ledger = {"alive": 2, "blocks_held": 40, "blocks_in_quarantine": 8}
+    first = times | {"up_to_us_2000": 3, "up_to_us_inf": 1}
+    told = differences.take({"ledger": ledger, "durations": {"load_time": first}})
+    assert told is not None
+    assert told.data == {
+        "ledger.alive": 2,
+        "ledger.blocks_held": 40,
+        "ledger.blocks_in_quarantine": 8,
+        "durations.load_time.up_to_us_2000": 3,
+        "durations.load_time.up_to_us_inf": 1,
+    }
+    assert told.reduce() == {}, "the log's line has neither gauges nor buckets"
+    kinds = {each: each for each in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = StoreMetrics(config, kinds, ["engine"], {0: ["durations"]})
+    metrics.observe(told.data)
+    less = differences.take({"ledger": ledger | {"alive": 1}, "durations": {"load_time": first}})
+    assert less is not None
+    assert less.data == {"ledger.alive": -1}
+    metrics.observe(less.data)
+
+    def value(name: str, **labels: str) -> float | None:
+        labels |= {"engine": "durations"}
+        return REGISTRY.get_sample_value(f"vllm:kvprism_{name}", labels)
+
+    bucket = "load_seconds_bucket_total"
+    assert value(bucket, le="0.001") is None
+    assert value(bucket, le="0.002") == value(bucket, le="60.0") == 3
+    assert value(bucket, le="+Inf") == 4
+    assert value("jobs_alive") == 1
+    assert value("blocks_held") == 40
+    # Where the counters begin again, gauges go on.
+    differences.begin_again()
+    again = differences.take({"ledger": ledger | {"alive": 0}, "durations": {"load_time": times}})
+    assert again is not None
+    assert again.data == {"ledger.alive": -1}
 
 
 def test_stats_add_up_in_any_order() -> None:

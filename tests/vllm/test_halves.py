@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import kvprism
 import pytest
 from kvprism import StepPlan, StoreScheduler
 from kvprism.local_mooncake import LocalMooncake
-from kvprism.vllm import cache_config, scheduler_side
+from kvprism.vllm import cache_config, control_file, scheduler_side
 from kvprism.vllm.events import Announcer
 from kvprism.vllm.metadata import StepMetadata
 from kvprism.vllm.options import read_options
@@ -425,13 +426,77 @@ def test_health_is_told_when_nothing_else_has_changed(engine: Engine) -> None:
     engine.step()
     stats = engine.half.take_stats()
     assert stats is not None
-    assert stats.data == {"health": 2}
+    assert stats.data == {"health": 2, "mode": 3, "index.usable": 1}
     assert engine.half.take_stats() is None
     engine.half._core.set_mode("read_write")
     engine.step()
     stats = engine.half.take_stats()
     assert stats is not None
-    assert stats.data == {"health": -2}
+    assert stats.data == {"health": -2, "mode": -3}
+
+
+def test_a_file_says_what_the_store_is_used_for(
+    mooncake: LocalMooncake,
+    described: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    every = functools.partial(control_file.ControlFile, every_seconds=0.01)
+    monkeypatch.setattr(scheduler_side, "ControlFile", every)
+    file = tmp_path / "control.json"
+
+    def write(content: str) -> None:
+        (tmp_path / "next").write_text(content)
+        (tmp_path / "next").replace(file)
+
+    def until(reached: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not reached():
+            assert time.monotonic() < end
+            assert not engine.step().plan
+
+    write('{"mode": "read_only"}')
+    engine = Engine(mooncake, described, control_file=str(file))
+    core = engine.half._core
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    assert not engine.step(a=len(TOKENS)).plan, "it was read before the first step"
+    assert core.mode == "read_only"
+    write('{"mode": "of", "modes": 1}')
+    until(lambda: "modes" in caplog.text)
+    write("[]")
+    until(lambda: "a file with a JSON object" in caplog.text)
+    file.unlink()
+    until(lambda: "a file that can be read" in caplog.text)
+    assert core.mode == "read_only"
+    write('{"mode": "off"}')
+    until(lambda: core.mode == "off")
+    stats = engine.half.take_stats()
+    assert stats is not None
+    assert stats.data["mode"] == 3
+    write('{"mode": "read_write"}')
+    until(lambda: core.mode == "read_write")
+    later = engine.request("b", TOKENS)
+    engine.allocate(later, len(TOKENS))
+    assert engine.step(b=len(TOKENS)).plan
+    engine.half.close()
+    engine.half.close()
+    told = dict.fromkeys((line.levelno, line.getMessage()) for line in caplog.records)
+    assert [text for level, text in told if level == logging.ERROR] == [
+        "kvprism: control_file changes nothing:\n  "
+        f"{file}: modes = 1: expected mode (did you mean 'mode'?)\n  "
+        f"{file}: mode = 'of': expected one of read_write, read_only, write_only, off "
+        "(did you mean 'off'?)",
+        f"kvprism: control_file changes nothing:\n  control_file = '{file}': expected a file with "
+        "a JSON object",
+        f"kvprism: control_file changes nothing:\n  control_file = '{file}': expected a file that "
+        "can be read (No such file or directory)",
+    ]
+    assert [text for level, text in told if level == logging.WARNING] == [
+        f"kvprism: control_file sets the mode {mode}" for mode in ("read_only", "off", "read_write")
+    ]
 
 
 def test_a_lookup_is_asked_again_until_it_is_answered(engine: Engine) -> None:
@@ -484,6 +549,34 @@ def test_a_load_that_cannot_be_planned_does_not_let_its_request_wait(
     assert metadata.loads == ()
     assert metadata.refused == ("b",)
     assert engine.step().refused == ()
+
+
+def test_an_offer_that_vllm_shortens_is_refused_and_holds_nothing(
+    engine: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    """vLLM takes all of an offer or nothing; were it otherwise, the request is computed."""
+    tokens = [5, *TOKENS[1:]]
+    first = engine.request("a", tokens)
+    engine.allocate(first, len(tokens))
+    worker = make_worker(mooncake, configuration(), described)
+    run(worker, engine, engine.step(a=len(tokens)))
+    engine.free(first)
+    again = engine.request("b", tokens)
+    end = time.monotonic() + 60
+    while (found := engine.half.lookup(again, 0)[0]) is None:
+        assert time.monotonic() < end
+        engine.step()
+    assert found == 4 * BLOCK
+    engine.allocate(again, 3 * BLOCK, external=3 * BLOCK)
+    free = engine.pool.get_num_free_blocks()
+    metadata = engine.step()
+    assert (metadata.plan, metadata.loads, metadata.refused) == (b"", (), ("b",))
+    worker.bind(metadata)
+    assert worker.take_results().failed == {"b"}
+    worker.close()
+    assert not engine.half.pending_work()
+    engine.free(again)
+    assert engine.pool.get_num_free_blocks() == free + 3
 
 
 def test_a_prompt_that_grows_is_saved_on(engine: Engine) -> None:

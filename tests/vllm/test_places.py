@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import re
+import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +165,9 @@ def mooncake() -> Iterator[LocalMooncake]:
         yield running
 
 
-def roles(vllm_config: Any, master: str, *names: str) -> tuple[Any, Any]:
+def roles(
+    vllm_config: Any, master: str, *names: str, role: str = "kv_both", **options: Any
+) -> tuple[Any, Any]:
     """Makers of a scheduler's and of a worker's connector: vLLM's MultiConnector of several."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -172,8 +177,8 @@ def roles(vllm_config: Any, master: str, *names: str) -> tuple[Any, Any]:
         "KVPrismConnector": {
             "kv_connector": "KVPrismConnector",
             "kv_connector_module_path": "kvprism.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"master_server_address": master},
+            "kv_role": role,
+            "kv_connector_extra_config": {"master_server_address": master, **options},
         },
         "DecodeBenchConnector": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
     }
@@ -227,6 +232,132 @@ def test_workers_tell_the_scheduler_which_groups_they_hold(mooncake: LocalMoonca
     # Three blocks of attention on both stages, and of windows on one.
     assert keys_of_a_lookup(half) == 3 * 2 + 3
     half.shutdown()
+
+
+def test_stages_are_heard_anew_while_nothing_is_under_way(
+    mooncake: LocalMooncake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config, stages, whole = two_stages()
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    scheduler, worker = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    half = scheduler(whole)
+    told = words_of([worker(config, rank) for rank, config in enumerate(stages)])
+    half.set_xfer_handshake_metadata_pp_aware({})
+    side = half._half()
+    core, before = side._core, half._described
+    assert keys_of_a_lookup(half) == 3 * 2 + 3 * 2, "who says nothing holds all"
+    half.build_connector_meta(NO_TOKENS)
+    half.get_kv_connector_stats()
+    half.set_xfer_handshake_metadata_pp_aware({})
+    assert side._core is core
+    assert half._described is not before, "another object with the same words"
+    half.set_xfer_handshake_metadata_pp_aware(told)
+    assert side._core is not core
+    assert keys_of_a_lookup(half) == 3 * 2 + 3
+    (spoken,) = {half.build_connector_meta(NO_TOKENS).stages} - {()}
+    assert [words.groups for words in spoken] == [told[0, 0].groups, (0, 1)]
+    # With a request in hand what was before is kept, on both sides.
+    core, before = side._core, half._described
+    side._requests["a"] = object()
+    half.set_xfer_handshake_metadata_pp_aware({})
+    del side._requests["a"]
+    assert (side._core, half._described) == (core, before)
+    assert (
+        "kvprism: the pipeline stages were told of anew while requests or jobs are under way: "
+        "what they were before is kept"
+    ) in caplog.text
+    half.shutdown()
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_a_producer_looks_up_unless_it_shall_not(lookup: bool, mooncake: LocalMooncake) -> None:
+    vllm_config, _, whole = two_stages(first_has_window=True)
+    vllm_config.parallel_config.pipeline_parallel_size = 1
+    options = {} if lookup else {"enable_lookup": False}
+    name = "KVPrismConnector"
+    half = roles(vllm_config, mooncake.master, name, role="kv_producer", **options)[0](whole)
+    hashes = [bytes([at]) * 32 for at in range(4)]
+    request = SimpleNamespace(request_id="a", num_tokens=100, num_prompt_tokens=100)
+    request.block_hashes, request.kv_transfer_params = hashes, None
+    assert half.get_num_new_matched_tokens(request, 0) == ((None, False) if lookup else (0, False))
+    assert half._half().counters()["lookups"] == lookup
+    half.shutdown()
+
+
+def test_who_only_gives_memory_may_have_any_cache(mooncake: LocalMooncake) -> None:
+    """W-C27: nothing is named, found or moved."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        CrossAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+    )
+
+    vllm_config, _, _ = two_stages()
+    vllm_config.parallel_config.pipeline_parallel_size = 1
+    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    state = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
+    assert state.mamba_cache_mode == "none"
+    groups = [KVCacheGroupSpec(["0"], CrossAttentionSpec(**shape)), KVCacheGroupSpec(["1"], state)]
+    odd = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    gives = {"mode": "embedded", "global_segment_size": 32 << 20}
+    names = {"enable_lookup": False, **gives}
+    with pytest.raises(kvprism.Error, match="mamba_cache_mode"):
+        roles(vllm_config, mooncake.master, "KVPrismConnector", **names)[0](odd)
+    scheduler, worker = roles(
+        vllm_config, mooncake.master, "KVPrismConnector", role="kv_consumer", **names
+    )
+    half, one = scheduler(odd), worker(odd, 0)
+    before = pool_bytes(mooncake)
+    for _ in range(2):
+        one.register_kv_caches({})
+    assert pool_bytes(mooncake) == before + (32 << 20)
+    assert one.get_handshake_metadata() is None
+    half.set_xfer_handshake_metadata_pp_aware({})
+    half.bind_gpu_block_pool(object())
+    request = SimpleNamespace(request_id="a")
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, None, 0)
+    step = half.build_connector_meta(NO_TOKENS)
+    assert step == StepMetadata()
+    one.bind_connector_metadata(step)
+    one.wait_for_save()
+    assert not one.get_transfer_results(set()).finished_recving
+    assert one.build_connector_worker_meta() is None
+    one.clear_connector_metadata()
+    half.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+    half.register_finished_partial_tail(request, ([], []), [(1, 3, 64)])
+    assert half.request_finished_all_groups(request, ([], [])) == (False, None)
+    assert list(half.take_events()) == []
+    assert half.reset_cache() is True
+    assert not half.has_pending_push_work()
+    assert half.get_kv_connector_stats() is None
+    assert one.get_kv_connector_stats() is None
+    for each in (half, one, half, one):
+        each.shutdown()
+    assert pool_bytes(mooncake) == before
+
+
+def pool_bytes(mooncake: LocalMooncake) -> int:
+    """What all segments of the pool have together, as the master tells it."""
+    with urllib.request.urlopen(f"http://{mooncake.metrics}/metrics") as answer:
+        text = answer.read().decode()
+    (line,) = re.findall(r"^master_total_capacity_bytes (\S+)$", text, re.MULTILINE)
+    return int(float(line))
+
+
+def test_who_only_gives_memory_answers_every_call() -> None:
+    from kvprism.vllm.idle_side import IdleSide
+    from kvprism.vllm.scheduler_side import SchedulerSide
+
+    public = {name for name in vars(SchedulerSide) if not name.startswith("_")}
+    assert public == {name for name in vars(IdleSide) if not name.startswith("_")}
+    for name in public:
+        assert inspect.signature(getattr(IdleSide, name)) == inspect.signature(
+            getattr(SchedulerSide, name)
+        )
 
 
 @pytest.mark.parametrize("first", ["KVPrismConnector", "DecodeBenchConnector"])

@@ -41,6 +41,7 @@ def connect(mooncake: LocalMooncake, role: str = "kv_both", **options: Any) -> d
 
 def test_preemption_and_abort(mooncake: LocalMooncake, expected: list[list[int]]) -> None:
     connector = connect(mooncake, cache_prefix="preemption")
+    connector |= {"kv_connector": "CheckedConnector", "kv_connector_module_path": "faulty"}
     with LiveEngine(conftest.model("llama"), engine=SMALL, connector=connector) as engine:
         for reset in (False, True):
             answer = engine.serve(harness.prompts(), max_tokens=LENGTH, reset=reset)
@@ -68,7 +69,11 @@ def test_a_prompt_that_is_stored_whole(mooncake: LocalMooncake) -> None:
     with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector) as engine:
         cold = engine.serve([prompt])
         warm = engine.serve([prompt], reset=True, settle=True)
-        assert (cold["hits"], warm["hits"]) == (0, 576)
+        # Of another salt it is another prompt.
+        salts = [engine.serve([prompt], reset=True, settle=True, salt=salt) for salt in "aba"]
+        assert [answer["hits"] for answer in (cold, warm, *salts)] == [0, 576, 0, 0, 576]
+        for answer in salts:
+            assert tokens_of(answer) == tokens_of(cold)
         assert tokens_of(warm) == tokens_of(cold)
         metrics = warm["metrics"]
         assert metrics["vllm:kvprism_loaded_tokens"] == 576
@@ -96,20 +101,39 @@ def test_answers_are_saved_when_asked_for(
 
 def test_roles(mooncake: LocalMooncake) -> None:
     asked = harness.prompts()
-    producer = connect(mooncake, "kv_producer", cache_prefix="roles")
-    with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=producer) as engine:
+    path = conftest.model("llama")
+
+    def connector(role: str, **options: Any) -> dict[str, Any]:
+        return connect(mooncake, role, cache_prefix="roles", **options)
+
+    with LiveEngine(path, engine=ENGINE, connector=connector("kv_producer")) as engine:
         cold = engine.serve(asked)
-        again = engine.serve(asked, reset=True, settle=True)
-    assert again["hits"] == again["counters"]["lookups"] == 0
-    assert again["counters"]["saved_objects"] == 76
-    consumer = connect(mooncake, "kv_consumer", cache_prefix="roles")
-    with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=consumer) as engine:
+        warm = engine.serve(asked, reset=True, settle=True)
+    assert (cold["hits"], warm["hits"]) == (0, 2432)
+    assert tokens_of(warm) == tokens_of(cold)
+    assert cold["counters"]["saved_objects"] == 76
+    with LiveEngine(path, engine=ENGINE, connector=connector("kv_consumer")) as engine:
         warm = engine.serve(asked)
         engine.serve(harness.prompts(seed=77))
         again = engine.serve(harness.prompts(seed=77), reset=True)
     assert warm["hits"] == 2432
     assert tokens_of(warm) == tokens_of(cold)
     assert again["hits"] == again["counters"]["saves"] == 0
+    # With what it decodes a consumer saves what that follows from.
+    saving = connector("kv_consumer", save_decode_cache=True)
+    others = harness.prompts(seed=78)
+    with LiveEngine(path, engine=ENGINE, connector=saving) as engine:
+        first = engine.serve(others, max_tokens=64)
+        turns = [
+            prompt + answer + [7] for prompt, answer in zip(others, tokens_of(first), strict=True)
+        ]
+        again = engine.serve(turns, reset=True)
+        # Also of a request that ends with its prompt.
+        engine.serve(harness.prompts(seed=79), max_tokens=1)
+        brief = engine.serve(harness.prompts(seed=79), reset=True)
+    # The last token of an answer is never computed.
+    assert again["hits"] == sum((len(turn) - 2) // 32 * 32 for turn in turns)
+    assert brief["hits"] == 2432
 
 
 def test_answers_with_drafts_are_saved_and_found(mooncake: LocalMooncake) -> None:

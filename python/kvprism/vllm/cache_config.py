@@ -276,8 +276,7 @@ def describe(
         },
         "scheduler_block_size": scheduler_block_size,
         "hash_block_size": hash_block_size,
-        # Of the engine's own cache; the store offers and keeps what it would.
-        "cache_hit_alignment_tokens": getattr(kv_cache_config, "cache_hit_alignment_tokens", None),
+        "cache_hit_alignment_tokens": _hit_alignment(kv_cache_config, scheduler_block_size),
         "prefix_cache_retention_interval": getattr(
             kv_cache_config, "prefix_cache_retention_interval", None
         ),
@@ -299,6 +298,15 @@ def describe(
         _compare_shards(schema, KeySchema.make(projection, **facts), problems)
         problems.raise_if_any("KV cache of this model")
     return Described(projection, schema, facts)
+
+
+def _hit_alignment(kv_cache_config: Any, scheduler_block_size: int) -> int | None:
+    """Of the engine's own cache; the store offers and keeps what it would."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    if any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
+        # Where the end of a hit is computed anew, vLLM takes whole blocks of what is offered.
+        return scheduler_block_size
+    return getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
 
 
 def _draft_attends_otherwise(vllm_config: Any) -> bool:
@@ -390,6 +398,7 @@ def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
         "context_interleave": _context_interleave(vllm_config, groups),
         # A wrapper's key knows its first layer alone.
         "unquantized_layers": sorted(cache.kv_cache_dtype_skip_layers),
+        "hashes": hash_generation(),
     }
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
     return {
@@ -468,6 +477,13 @@ def _as_json(value: Any) -> Any:
 def _hash_is_stable(algorithm: str) -> bool:
     # vLLM starts the chain of xxhash with random bytes unless the seed is fixed.
     return algorithm.startswith("sha256") or bool(os.environ.get("PYTHONHASHSEED"))
+
+
+def hash_generation() -> str:
+    """How this vLLM hashes adapters, media, salts and embeddings: otherwise since 0.31."""
+    from vllm.v1.core import kv_cache_utils
+
+    return "tagged" if hasattr(kv_cache_utils, "to_event_extra_keys") else "plain"
 
 
 def held_layers(kv_cache_config: Any) -> Iterable[str]:

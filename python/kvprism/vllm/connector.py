@@ -13,10 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from .._core import ObjectStore
 from .cache_config import check_stages, describe, held_groups
 from .contract import check_contract
 from .events import Announcer, wanted
+from .idle_side import IdleSide
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
+from .mooncake import open_store
 from .options import read_options
 from .problems import Problems
 from .scheduler_side import SchedulerSide
@@ -26,7 +29,6 @@ from .worker_side import WorkerSide
 logger = logging.getLogger("vllm.kvprism")
 
 _PRODUCERS = ("kv_producer", "kv_both")
-_CONSUMERS = ("kv_consumer", "kv_both")
 
 
 class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
@@ -38,21 +40,29 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_contract()
-        self._scheduler: SchedulerSide | None = None
+        check_contract(KVPrismConnector)
+        self._scheduler: SchedulerSide | IdleSide | None = None
         self._worker: WorkerSide | None = None
+        self._lent: ObjectStore | None = None
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
         _refuse_sleep_mode(vllm_config)
-        # The engine reads its policy after this constructor; a missing block is no reason to fail.
-        transfer.kv_load_failure_policy = self._options.load_failure_policy
-        if role == KVConnectorRole.SCHEDULER:
+        _choose_policy(transfer, self._options.load_failure_policy)
+        loads = self._options.enable_lookup
+        saves = transfer.kv_role in _PRODUCERS or self._options.save_decode_cache
+        # Such an instance only gives memory to the pool, so it may have any cache (W-C27).
+        self._idle = not (loads or saves)
+        if role != KVConnectorRole.SCHEDULER:
+            return
+        if self._idle:
+            self._scheduler = IdleSide()
+        else:
             self._described = self._describe()
             self._scheduler = SchedulerSide(
                 self._described,
                 self._options,
-                loads=self._options.enable_lookup and transfer.kv_role in _CONSUMERS,
-                saves=transfer.kv_role in _PRODUCERS or self._options.save_decode_cache,
+                loads=loads,
+                saves=saves,
                 announcer=(
                     Announcer(kv_cache_config, self._described.projection)
                     if wanted(vllm_config)
@@ -121,6 +131,10 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Proves where the blocks lie and registers their memory with Mooncake."""
+        if self._idle:
+            if self._lent is None:
+                self._lent = open_store(self._options, gives_memory=True)
+            return
         if self._worker is not None:
             self._worker.close()
         self._worker = WorkerSide(
@@ -220,7 +234,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         which refuse to hear of a second stage.
         """
         held = held_groups(self._kv_cache_config)
-        if len(held) == len(self._kv_cache_config.kv_cache_groups):
+        if self._idle or len(held) == len(self._kv_cache_config.kv_cache_groups):
             return None
         return StageMetadata(held, self._describe().schema.fingerprint)
 
@@ -258,7 +272,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler.
 
-    def _half(self) -> SchedulerSide:
+    def _half(self) -> SchedulerSide | IdleSide:
         if self._scheduler is None:
             raise RuntimeError("a call for vLLM's scheduler came to a worker's connector")
         return self._scheduler
@@ -334,6 +348,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         """Takes what stages lack, before the first request comes; may be repeated."""
+        if self._idle:
+            return
         told = {
             stage: words
             for (stage, _), words in metadata.items()
@@ -341,11 +357,10 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         }
         check_stages(self._described, {stage: words.fingerprint for stage, words in told.items()})
         stages = self._stages(told)
-        if told:
-            self._described = self._describe(
-                {stage: words.groups for stage, words in enumerate(stages)}
-            )
-        self._half().learn(self._described, stages)
+        held = {stage: words.groups for stage, words in enumerate(stages)}
+        described = self._describe(held if told else None)
+        if self._half().learn(described, stages):
+            self._described = described
 
     def reset_cache(self) -> bool | None:
         """The engine's caches are void, e.g. after a change of weights.
@@ -356,6 +371,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return None
         self._scheduler.purge()
+        if self._idle:
+            return True
         logger.warning(
             "kvprism: the caches were reset: this model's objects are removed from the store, "
             "which is not used before that is done"
@@ -380,8 +397,31 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         """Ends this half; may be repeated."""
         if self._worker is not None:
             self._worker.close()
+        if self._lent is not None:
+            self._lent.close(self._options.shutdown_timeout_seconds)
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _choose_policy(transfer: Any, ours: str) -> None:
+    """The engine reads its policy after our constructor; a missing block is no reason to fail."""
+    theirs = transfer.kv_load_failure_policy
+    if theirs == ours:
+        return
+    if theirs != "fail":  # that is vLLM's default, so nobody may have chosen it
+        problems = Problems()
+        problems.add(
+            "kv_connector_extra_config.load_failure_policy",
+            ours,
+            f"{theirs!r}, as kv_load_failure_policy says, or one of the two left out",
+        )
+        problems.raise_if_any("kvprism")
+    transfer.kv_load_failure_policy = ours
+    logger.info(
+        "kvprism: what a failed load leaves out is computed (kv_load_failure_policy is %r now); "
+        '"load_failure_policy": "fail" ends such requests with an error',
+        ours,
+    )
 
 
 def _refuse_sleep_mode(vllm_config: Any) -> None:

@@ -9,30 +9,16 @@ from typing import Any
 
 from .._core import UnsupportedError
 
-# Parameters with which vLLM calls the connector.
-_METHODS: dict[str, tuple[str, ...]] = {
-    "register_kv_caches": ("kv_caches",),
-    "bind_connector_metadata": ("connector_metadata",),
-    "clear_connector_metadata": (),
-    "start_load_kv": ("forward_context", "kwargs"),
-    "wait_for_layer_load": ("layer_name",),
-    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
-    "wait_for_save": (),
-    "get_transfer_results": ("finished_req_ids",),
-    "get_block_ids_with_load_errors": (),
-    "build_connector_worker_meta": (),
-    "shutdown": (),
-    "bind_kv_cache_manager": ("kv_cache_manager",),
-    "bind_gpu_block_pool": ("gpu_block_pool",),
-    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
-    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
-    "build_connector_meta": ("scheduler_output",),
-    "on_new_request": ("request",),
-    "update_connector_output": ("connector_output",),
-    "request_finished": ("request", "block_ids"),
-    "has_pending_push_work": (),
-    "reset_cache": (),
-}
+# What vLLM has to call: without it the connector would do nothing, or wrong.
+_NEEDED = (
+    *("register_kv_caches", "bind_connector_metadata", "clear_connector_metadata"),
+    *("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"),
+    *("get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
+    *("shutdown", "bind_kv_cache_manager", "bind_gpu_block_pool", "get_num_new_matched_tokens"),
+    *("update_state_after_alloc", "build_connector_meta", "on_new_request"),
+    *("update_connector_output", "request_finished", "request_finished_all_groups"),
+    *("register_finished_partial_tail", "has_pending_push_work", "reset_cache"),
+)
 
 # Fields and methods that the connector uses of vLLM's own classes.
 _USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -40,6 +26,20 @@ _USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
         ("num_scheduled_tokens", "kv_connector_block_state"),
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "KVConnectorBlockState",
+        ("get_block_ids", "boundary_state_offloads"),
+    ),
+    (
+        "vllm.v1.request",
+        "Request",
+        (
+            *("request_id", "num_tokens", "num_prompt_tokens", "num_computed_tokens"),
+            *("block_hashes", "status", "kv_transfer_params", "all_token_ids", "lora_request"),
+            *("mm_features", "cache_salt", "prompt_embeds"),
+        ),
     ),
     (
         "vllm.v1.kv_cache_interface",
@@ -57,7 +57,12 @@ _USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "KVConnectorOutput",
         ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
     ),
-    ("vllm.v1.core.block_pool", "BlockPool", ("touch", "free_blocks")),
+    ("vllm.v1.core.block_pool", "BlockPool", ("blocks", "touch", "free_blocks")),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        "KVConnectorTransferResults",
+        ("finished_recving", "failed_recving"),
+    ),
 )
 
 
@@ -67,42 +72,62 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def differences(
-    base: type, used: tuple[tuple[str, str, tuple[str, ...]], ...] = _USED
+    ours: type,
+    bases: tuple[type, ...],
+    used: tuple[tuple[str, str, tuple[str, ...]], ...] = _USED,
 ) -> list[str]:
     """What differs between vLLM's contract and the one that the connector was written for.
 
     Args:
-        base: vLLM's base class of connectors.
+        ours: The connector.
+        bases: vLLM's base class of connectors, and what it mixes in.
         used: Module, class and members that the connector reads.
     """
     found = []
-    for name, expected in _METHODS.items():
-        method = getattr(base, name, None)
-        if method is None:
-            found.append(f"{base.__name__}.{name}: missing, expected ({', '.join(expected)})")
-        elif (ours := _parameters(method)) != expected:
-            found.append(
-                f"{base.__name__}.{name}({', '.join(ours)}): expected ({', '.join(expected)})"
-            )
+    for name in _NEEDED:
+        if not any(callable(getattr(base, name, None)) for base in bases):
+            expected = ", ".join(_parameters(getattr(ours, name)))
+            found.append(f"{bases[0].__name__}.{name}: missing, expected ({expected})")
+    for base in bases:
+        for name, own in vars(ours).items():
+            theirs, called = getattr(base, name, None), getattr(ours, name)
+            if name.startswith("_") or isinstance(own, property) or not callable(theirs):
+                continue
+            given, expected = (", ".join(_parameters(each)) for each in (theirs, called))
+            if given != expected:
+                found.append(f"{base.__name__}.{name}({given}): expected ({expected})")
+        for name in sorted(getattr(base, "__abstractmethods__", ())):
+            if name not in vars(ours):
+                found.append(f"{base.__name__}.{name}: must be defined, and is not known")
     for module_name, class_name, members in used:
         try:
             cls = getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError):
             found.append(f"{module_name}.{class_name}: missing")
             continue
-        fields = getattr(cls, "__dataclass_fields__", {})
+        # Fields of a dataclass, or what the constructor sets.
+        fields = {*getattr(cls, "__dataclass_fields__", ()), *_names_in(cls.__init__)}
         for member in members:
             if member not in fields and not hasattr(cls, member):
                 found.append(f"{module_name}.{class_name}.{member}: missing")
     return found
 
 
-@functools.cache
-def check_contract() -> None:
-    """Raises UnsupportedError that names every difference."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+def _names_in(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else tuple(code.co_names)
 
-    found = differences(KVConnectorBase_V1)
+
+@functools.cache
+def check_contract(ours: type) -> None:
+    """Raises UnsupportedError that names every difference.
+
+    Args:
+        ours: The connector.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    found = differences(ours, (KVConnectorBase_V1, SupportsHMA))
     if not found:
         return
     try:

@@ -242,7 +242,15 @@ OPTIONS: tuple[Option, ...] = (
         least=1,
     ),
     Option("max_bytes_per_call", "bytes", 64 * MIB, "bytes", "Bytes per call.", least=1),
-    Option("max_gets_in_flight", "int", 4, "calls", "Loading calls at a time.", least=1),
+    Option(
+        "max_gets_in_flight",
+        "int",
+        4,
+        "calls",
+        "Loading calls at a time.",
+        least=1,
+        environment="VLLM_MOONCAKE_LOAD_RECV_THREADS",
+    ),
     Option("max_puts_in_flight", "int", 2, "calls", "Saving calls at a time.", least=1),
     Option(
         "max_bytes_in_flight",
@@ -252,6 +260,14 @@ OPTIONS: tuple[Option, ...] = (
         "Of calls that Mooncake has not let go of. Beyond it saves wait, and loads do not; "
         "0 for no limit.",
         least=0,
+    ),
+    Option(
+        "control_file",
+        "text",
+        "",
+        "",
+        'A file with `{"mode": "read_only"}` (or `read_write`, `write_only`, `off`), read once a '
+        "second by the scheduler's process: what the store is used for from the next step on.",
     ),
     Option(
         "unknown_build",
@@ -470,10 +486,16 @@ def read_options(
                 values.setdefault("global_segment_size", 4 << 30)
     for option in OPTIONS:
         if option.environment and option.name not in values:
-            found = environment.get(option.environment)
+            found: Any = environment.get(option.environment)
             if found:
+                if option.kind == "int" and found.strip().isdecimal():
+                    found = int(found)
                 values[option.name] = _parse(option, found, option.environment, problems)
         values.setdefault(option.name, option.default)
+    segment = environment.get("MOONCAKE_PREFERRED_SEGMENT", "").strip()
+    if segment:
+        accepted = _ACCEPTED_BY_NAME["preferred_segment"]
+        problems.add("MOONCAKE_PREFERRED_SEGMENT", segment, accepted.expected, accepted.meaning)
     _check_together(values, problems)
     if not values["local_hostname"]:
         values["local_hostname"] = own_address()

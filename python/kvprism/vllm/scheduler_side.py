@@ -10,6 +10,7 @@ from typing import Any
 from .._core import GroupId, StoreScheduler
 from ..logs import forward_log
 from .cache_config import Described
+from .control_file import MODES, ControlFile
 from .events import Announcer
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .mooncake import open_store
@@ -97,10 +98,13 @@ class SchedulerSide:
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
-        self._stages = stages  # of several: told with the first step
+        self._stages = stages  # of several: told with the next step
+        self._heard = stages
         if not stages:
             _ = self._core  # what is wrong with it is told at start
         self._health: str | None = None  # told last; None: nothing yet
+        self._mode = MODES[0]
+        self._control = ControlFile(options.control_file) if options.control_file else None
 
     @functools.cached_property
     def _core(self) -> StoreScheduler:
@@ -124,12 +128,27 @@ class SchedulerSide:
             purge_settle_seconds=options.purge_settle_seconds,
         )
 
-    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> None:
-        """Takes what all pipeline stages hold; once is enough, and vLLM may repeat it."""
-        if "_core" not in self.__dict__:
-            self._described = described
-            self._stages = stages
-            _ = self._core
+    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> bool:
+        """Takes what all pipeline stages hold, and says whether it has; vLLM may repeat it."""
+        if "_core" in self.__dict__:
+            if stages == self._heard:
+                return True
+            if self._requests or self.pending_work() or self._purge_runs():
+                logger.error(
+                    "kvprism: the pipeline stages were told of anew while requests or jobs are "
+                    "under way: what they were before is kept"
+                )
+                return False
+            store = open_store(self._options, gives_memory=False)
+            self._core.close(0.5)  # and the store before it
+            del self._core
+            self._store = store
+            self._differences.begin_again()
+            self._health = None
+        self._described = described
+        self._stages = self._heard = stages
+        self._core.set_mode(self._mode)
+        return True
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -172,6 +191,8 @@ class SchedulerSide:
 
     def end_step(self, output: Any) -> StepMetadata:
         """Plans the step's saves and hands over its jobs."""
+        if self._control is not None and (mode := self._control.take()) is not None:
+            self._set_mode(mode)
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -199,6 +220,12 @@ class SchedulerSide:
         self._refused.clear()
         self._abandoned.clear()
         return metadata
+
+    def _set_mode(self, mode: str) -> None:
+        self._mode = mode
+        self._core.set_mode(mode)
+        self._stirred = True
+        logger.warning("kvprism: control_file sets the mode %s", mode)
 
     def _begin_again(self, tracked: _Tracked) -> None:
         self._core.preempted(tracked.number)
@@ -378,7 +405,12 @@ class SchedulerSide:
             return None
         self._health = health
         self._stirred = self._core.has_pending_work()
-        return self._differences.take(self._core.counters())
+        now = self._core.counters() | {
+            "mode": MODES.index(self._core.mode),
+            "index": self._store.counters(),
+            "durations": self._core.durations(),
+        }
+        return self._differences.take(now)
 
     def purge(self) -> None:
         """Removes this model's objects; the store is not used before that is done."""
@@ -401,6 +433,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Ends lookups; may be repeated."""
+        if self._control is not None:
+            self._control.close()
         if "_core" not in self.__dict__:  # the stages were never told of
             self._store.close(0.5)
             return

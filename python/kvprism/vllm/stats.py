@@ -40,12 +40,34 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "save_time.count": ("saves_timed", "Saves whose duration was measured."),
     "save_time.sum_us": ("save_us", "Microseconds from a save's plan to its outcome, together."),
     "ledger.quarantined": ("quarantined", "Jobs whose blocks went to quarantine."),
+    "index.circuit_open": ("circuit_open", "Questions ended at once while the store was away."),
+    "index.replacements": ("replacements", "Clients of the scheduler that replaced a broken one."),
 }
 
 # These also fall: what passes on the way is by how much they have changed, which adds up as well.
 GAUGES: dict[str, tuple[str, str]] = {
     "health": ("health", "0 healthy, 1 degraded, 2 off."),
+    "mode": ("mode", "0 read_write, 1 read_only, 2 write_only, 3 off."),
+    "ledger.alive": ("jobs_alive", "Jobs that may still touch blocks."),
+    "ledger.blocks_held": ("blocks_held", "References of jobs on blocks."),
+    "ledger.blocks_in_quarantine": ("blocks_in_quarantine", "Of those, in quarantine."),
+    "index.usable": ("usable", "1 while the scheduler's client can be asked."),
 }
+
+# Upper bounds of the buckets of a duration, in microseconds.
+BOUNDS_US = (
+    *(500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000),
+    *(1_000_000, 2_000_000, 5_000_000, 20_000_000, 60_000_000),
+)
+# Under "durations.<name>.up_to_us_<bound>"; in Prometheus the bound is the label "le", in seconds.
+DURATIONS: dict[str, tuple[str, str]] = {
+    "lookup_time": ("lookup_seconds_bucket", "Lookups answered within `le` seconds."),
+    "load_time": ("load_seconds_bucket", "Loads over within `le` seconds of their plan."),
+    "save_time": ("save_seconds_bucket", "Saves with an outcome within `le` seconds."),
+}
+_BUCKETS = tuple(
+    f"durations.{name}.up_to_us_{bound}" for name in DURATIONS for bound in (*BOUNDS_US, "inf")
+)
 
 # What each rank counts of each group, under "groups.<number>.<name>"; in Prometheus the number is
 # the label "group".
@@ -82,7 +104,7 @@ class StoreStats(KVConnectorStats):
         return {
             f"kvprism_{name}": value
             for name, value in self.data.items()
-            if value and name not in GAUGES and not name.startswith("groups.")
+            if value and name not in GAUGES and not name.startswith(("groups.", "durations."))
         }
 
     def is_empty(self) -> bool:
@@ -96,9 +118,13 @@ class Differences:
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
 
+    def begin_again(self) -> None:
+        """The counters start from 0; gauges go on from what they were."""
+        self._last = {name: value for name, value in self._last.items() if name in GAUGES}
+
     def take(self, counters: Mapping[str, Any]) -> StoreStats | None:
         """What has been added; None when nothing."""
-        fresh = self._added(counters, (*COUNTERS, *GAUGES), "")
+        fresh = self._added(counters, (*COUNTERS, *GAUGES, *_BUCKETS), "")
         return StoreStats(data=fresh) if fresh else None
 
     def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> StoreStats | None:
@@ -152,6 +178,12 @@ class StoreMetrics(KVConnectorPromMetrics):
             )
             for path, (name, meaning) in GROUP_COUNTERS.items()
         }
+        self._durations = {
+            path: self._counter_cls(
+                name=f"vllm:kvprism_{name}", documentation=meaning, labelnames=[*labelnames, "le"]
+            )
+            for path, (name, meaning) in DURATIONS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds what has happened in one engine."""
@@ -163,6 +195,18 @@ class StoreMetrics(KVConnectorPromMetrics):
                     values = (*self._values[engine_idx], group)
                     self._groups[name].labels(*values).inc(added)
                 continue
+            if kind == "durations":
+                name, _, bound = rest.partition(".up_to_us_")
+                if name in self._durations and engine_idx in self._values:
+                    self._within(name, bound, self._values[engine_idx], added)
+                continue
             engines = self._counters.get(path)
             if engines is not None and engine_idx in engines:
                 engines[engine_idx].inc(added)
+
+    def _within(self, name: str, bound: str, values: list[object], added: int) -> None:
+        """Like the buckets of a histogram: each counts what took no longer than its bound."""
+        first = BOUNDS_US.index(int(bound)) if bound != "inf" else len(BOUNDS_US)
+        for us in BOUNDS_US[first:]:
+            self._durations[name].labels(*values, str(us / 1e6)).inc(added)
+        self._durations[name].labels(*values, "+Inf").inc(added)

@@ -1,0 +1,82 @@
+"""A file that says what the store is used for, read again while the engine runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+from .problems import Problems, suggestion
+
+logger = logging.getLogger("vllm.kvprism")
+
+MODES = ("read_write", "read_only", "write_only", "off")
+
+
+class ControlFile:
+    """Reads ``{"mode": "read_only"}``. A thread does so, since no step may wait for a file system.
+
+    ``take`` and ``close`` come from one thread, vLLM's scheduler.
+    """
+
+    def __init__(self, path: str, every_seconds: float = 1.0) -> None:
+        self._path = Path(path)
+        self._every = every_seconds
+        self._problem = ""  # told last
+        self._read = ""  # the mode that was read last; only the thread writes it
+        self._taken = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="kvprism-control", daemon=True)
+        self._look()
+        self._thread.start()
+
+    def take(self) -> str | None:
+        """The mode of the file when it is another one than was taken; None otherwise."""
+        read = self._read
+        if read == self._taken:
+            return None
+        self._taken = read
+        return read
+
+    def close(self) -> None:
+        """Ends the thread; may be repeated."""
+        self._ended.set()
+        self._thread.join(5.0)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._every):
+            self._look()
+
+    def _look(self) -> None:
+        problems = Problems()
+        mode = self._mode(problems)
+        problem = "\n  ".join(problems.lines)
+        if problem and problem != self._problem:
+            logger.error("kvprism: control_file changes nothing:\n  %s", problem)
+        self._problem = problem
+        if mode:
+            self._read = mode
+
+    def _mode(self, problems: Problems) -> str:
+        """An empty string where the file does not say."""
+        path = str(self._path)
+        try:
+            content = json.loads(self._path.read_text("utf-8"))
+        except OSError as error:
+            problems.add("control_file", path, "a file that can be read", str(error.strerror))
+            return ""
+        except ValueError as error:
+            problems.add("control_file", path, "a file with a JSON object", str(error))
+            return ""
+        if not isinstance(content, dict):
+            problems.add("control_file", path, "a file with a JSON object")
+            return ""
+        for name in content:
+            if name != "mode":
+                problems.add(f"{path}: {name}", content[name], "mode", suggestion(name, ["mode"]))
+        mode = content.get("mode")
+        if mode not in MODES:
+            hint = suggestion(mode, MODES) if isinstance(mode, str) else ""
+            problems.add(f"{path}: mode", mode, "one of " + ", ".join(MODES), hint)
+        return "" if problems.lines else str(mode)
