@@ -166,7 +166,7 @@ def test_an_engine_is_ended_while_it_saves(number: signal.Signals, tmp_path: Pat
         # of its prompt ends there: at most one prompt is cut.
         whole = [(len(prompt) - 1) // 32 * 32 for prompt in asked]
         assert sum(whole) - max(whole) <= again["hits"] <= sum(whole)
-        assert again["hits"] > warm["hits"]
+        assert again["hits"] >= warm["hits"]  # nothing to save was left, or it is there now
 
 
 def test_the_cache_is_reset_while_it_is_saved() -> None:
