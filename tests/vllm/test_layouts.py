@@ -227,3 +227,35 @@ def test_pages_of_two_sizes_in_a_wrapper() -> None:
             for name in group.layer_names
         )
         assert object_of(segments, raw, 0, block) == wanted
+
+
+@pytest.mark.parametrize("kernel", [None, 4])
+def test_a_view_of_another_pitch_is_named(kernel: int | None) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(
+        block_size=POSITIONS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float16
+    )
+    made, raw = engine("LBHNC", {"0": spec})
+    group = {
+        "kind": "full_attention",
+        "layers": ["0"],
+        "block_size": POSITIONS,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD,
+        "dtype": "float16",
+    }
+    projection = described(made, "LBHNC", [group])
+    caches = views("LBHNC", made, raw, kernel)
+    view = caches["0"]
+    segment_map(projection, made, caches)
+    pitch = spec.page_size_bytes // (POSITIONS // (kernel or POSITIONS))
+    item = view.element_size()
+    caches["0"] = view.as_strided(view.shape, (view.stride(0) - HEAD, *view.stride()[1:]))
+    with pytest.raises(kvprism.ConfigError) as caught:
+        segment_map(projection, made, caches)
+    assert (
+        f"kv_caches[0].stride(0) = '{pitch - HEAD * item} bytes': expected {pitch} bytes, "
+        "block_stride over kernel blocks"
+    ) in str(caught.value)

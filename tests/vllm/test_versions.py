@@ -236,6 +236,7 @@ def test_their_classes(version: str) -> None:
     """The contract, the gallery and the layouts, with the classes of that version."""
     here = Path(__file__).parent
     files = ["test_contract.py", "test_gallery.py", "test_layouts.py", "test_places.py"]
+    files += ["test_meaning.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-o", "filterwarnings=", "-o", "testpaths="]
     done = subprocess.run(

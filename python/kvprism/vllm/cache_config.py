@@ -22,6 +22,7 @@ from .._core import (
     SegmentMap,
     SpecRegistry,
 )
+from .meaning import facts_of_options
 from .problems import Problems
 
 Fields = dict[str, Any]
@@ -242,6 +243,7 @@ def describe(
     """
     problems = Problems()
     groups = kv_cache_config.kv_cache_groups
+    _need_prefixes(vllm_config, groups, problems)
     rows = []
     for index, group in enumerate(groups):
         try:
@@ -307,6 +309,32 @@ def _hit_alignment(kv_cache_config: Any, scheduler_block_size: int) -> int | Non
         # Where the end of a hit is computed anew, vLLM takes whole blocks of what is offered.
         return scheduler_block_size
     return getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+
+
+def _need_prefixes(vllm_config: Any, groups: Collection[Any], problems: Problems) -> None:
+    """A store is of use only where a prefix and its hashes say what the bytes are."""
+    reads_ahead = [at for at, group in enumerate(groups) if _reads_ahead(group.kv_cache_spec)]
+    for at in reads_ahead:
+        problems.add(
+            f"kv_cache_groups[{at}].kv_cache_spec.non_causal",
+            True,
+            "layers that read no token before its time",
+            "what such layers leave depends on what comes after the prefix",
+        )
+    if not reads_ahead and not vllm_config.cache_config.enable_prefix_caching:
+        problems.add(
+            "cache_config.enable_prefix_caching",
+            False,
+            "True",
+            "without it vLLM may number pictures instead of hashing them, and turns it off where "
+            "prefixes do not say what a cache holds",
+        )
+
+
+def _reads_ahead(spec: Any) -> bool:
+    """Whether an attention layer of the group is not causal, which vLLM's core acts on itself."""
+    members = (_layer_specs(spec) or {"": spec}).values()
+    return any(getattr(member, "non_causal", False) for member in members)
 
 
 def _draft_attends_otherwise(vllm_config: Any) -> bool:
@@ -391,14 +419,9 @@ def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
         "revision": model.revision,
         "weights": getattr(model, "quantization", None),
         "dtype": _dtype(model.dtype),
-        # Also what the user overrides, such as the scaling of positions.
-        "config": _as_json(_config_of(model)),
-        "draft": _draft(vllm_config),
-        "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "context_interleave": _context_interleave(vllm_config, groups),
-        # A wrapper's key knows its first layer alone.
-        "unquantized_layers": sorted(cache.kv_cache_dtype_skip_layers),
         "hashes": hash_generation(),
+        **facts_of_options(vllm_config),
     }
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
     return {
@@ -443,35 +466,6 @@ def _pipeline_split(vllm_config: Any) -> str:
     layers = vllm_config.model_config.get_total_num_hidden_layers()
     ranges = (get_pp_indices(layers, stage, stages) for stage in range(stages))
     return ",".join(f"{start}-{end}" for start, end in ranges)
-
-
-def _config_of(model: Any) -> Any:
-    to_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
-    return None if to_dict is None else to_dict()
-
-
-def _draft(vllm_config: Any) -> list[str | None] | None:
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    if draft is None:
-        return None
-    return [str(draft.model), draft.revision]
-
-
-# Where a model lies and who wrote its file do not change what it computes.
-_WITHOUT_MEANING = ("_name_or_path", "name_or_path", "transformers_version")
-
-
-def _as_json(value: Any) -> Any:
-    """The value as JSON that is the same in every process."""
-    if isinstance(value, Mapping):
-        return {str(k): _as_json(v) for k, v in value.items() if k not in _WITHOUT_MEANING}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    # Others may print their address; PyTorch's dtypes are the ones that occur.
-    text = str(value)
-    return text if text.startswith("torch.") else type(value).__name__
 
 
 def _hash_is_stable(algorithm: str) -> bool:
@@ -558,6 +552,14 @@ def segment_map(
             problems.add(path, sorted(kernels), "one kernel block size for its layers")
         layout = projection.kv_layout
         for name, view in views.items():
+            found = view.stride(0) * view.element_size()
+            parts = max(1, view.shape[0] // kv_cache_config.num_blocks)
+            if found * parts != placed.block_stride:
+                problems.add(
+                    f"kv_caches[{name}].stride(0)",
+                    f"{found} bytes",
+                    f"{placed.block_stride // parts} bytes, block_stride over kernel blocks",
+                )
             if not _in_order(view, layout):
                 problems.add(
                     f"kv_caches[{name}].stride()",

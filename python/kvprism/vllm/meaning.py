@@ -1,0 +1,183 @@
+"""What vLLM's options say of the bytes, beside the groups of the cache: JSON for the keys' digest.
+
+A fact is here if an engine that differs in it may leave other bytes under the same block hash.
+tests/vllm/test_meaning.py goes through every option of vLLM and knows why the others are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+# Where a model lies and who wrote its file do not change what it computes.
+_WITHOUT_MEANING = ("_name_or_path", "name_or_path", "transformers_version")
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON that is the same in every process."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(k): as_json(v) for k, v in value.items() if k not in _WITHOUT_MEANING}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value):
+        # What is left at its default does not tell: newer versions have more fields.
+        return {
+            field.name: as_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        }
+    # Others may print their address; PyTorch's dtypes are the ones that occur.
+    text = str(value)
+    return text if text.startswith("torch.") else type(value).__name__
+
+
+def facts_of_options(vllm_config: Any) -> dict[str, Any]:
+    """Every fact; what is at vLLM's default or has no effect is None."""
+    model = vllm_config.model_config
+    return {
+        "config": as_json(_config_of(model)),
+        "code": _code(model),
+        "loaded": _loaded(vllm_config.load_config, model),
+        "positions": _long_rope(model),
+        "draft": _draft(vllm_config),
+        "attention": _attention(vllm_config.attention_config),
+        "media": _media(model),
+        "adapters": _adapters(vllm_config),
+        "states": _states(vllm_config.cache_config),
+        # A wrapper's key knows its first layer alone.
+        "unquantized_layers": sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers) or None,
+    }
+
+
+def _config_of(model: Any) -> Any:
+    """Also what the user overrides, such as the scaling of positions."""
+    to_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
+    return None if to_dict is None else to_dict()
+
+
+def _chosen(part: Any, *names: str) -> dict[str, Any] | None:
+    """The named options that say something."""
+    values = {name: getattr(part, name, None) for name in names}
+    return {name: as_json(value) for name, value in values.items() if value} or None
+
+
+def _code(model: Any) -> dict[str, Any] | None:
+    """Which code computes the model."""
+    found = _chosen(model, "code_revision", "model_class_overrides") or {}
+    implementation = getattr(model, "model_impl", "auto")
+    if implementation != "auto":
+        found["model_impl"] = str(implementation)
+    return found or None
+
+
+def _loaded(load: Any, model: Any) -> dict[str, Any] | None:
+    """What becomes of the weights on the way from their file."""
+    found = _chosen(model, "model_weights", "quantization_config") or {}
+    # Other formats read the same weights.
+    if getattr(load, "load_format", None) == "dummy":
+        found["load_format"] = "dummy"
+    return found or None
+
+
+def _long_rope(model: Any) -> list[bool | str] | None:
+    """Of each set of rotary factors with a short and a long half: whether the long one is used.
+
+    vLLM decides by the longest length that this engine serves, when the model is made. A length
+    that is fitted to the memory is set later, so that it does not tell.
+    """
+    fitted = getattr(model, "original_max_model_len", None) == -1
+    originals = sorted(set(_originals(_config_of(model) or {}, None)))
+    return ["fitted" if fitted else model.max_model_len > each for each in originals] or None
+
+
+def _originals(config: Mapping[str, Any], outer: int | None) -> Iterator[int]:
+    """Lengths up to which short factors serve."""
+    original = config.get("original_max_position_embeddings") or outer
+    if "longrope" in (config.get("rope_type"), config.get("type")) and original is not None:
+        yield int(original)
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _originals(value, original)
+
+
+# Drafts that are found among the tokens: no model, no cache.
+_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+
+
+def _draft(vllm_config: Any) -> dict[str, Any] | None:
+    """The model whose cache lies beside the target's."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or getattr(speculative, "method", None) in _WITHOUT_MODEL:
+        return None
+    aux = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", None)
+    return {
+        "model": str(draft.model),
+        "revision": draft.revision,
+        "aux_layers": as_json(aux),
+        "positions": _long_rope(draft),
+        "loaded": _loaded(getattr(speculative, "draft_load_config", None), draft),
+        "options": _chosen(
+            speculative,
+            "method",
+            "code_revision",
+            "quantization",
+            "kv_cache_dtype",
+            "attention_backend",
+            "parallel_drafting",
+            "index_share_for_mtp_iteration",
+        ),
+    }
+
+
+def _attention(attention: Any) -> dict[str, Any] | None:
+    """Who writes the cache, where one is chosen: backends pack it in their own ways."""
+    found = _chosen(attention, "backend", "backend_per_kind", "use_non_causal") or {}
+    indexer = getattr(attention, "indexer_kv_dtype", "auto")
+    if indexer != "auto":
+        found["indexer_kv_dtype"] = str(indexer)
+    return found or None
+
+
+def _media(model: Any) -> dict[str, Any] | None:
+    """What is made of pictures and sounds: their hashes know what a request asks for alone."""
+    media = getattr(model, "multimodal_config", None)
+    if media is None:
+        return None
+    names = ("mm_processor_kwargs", "media_io_kwargs")
+    found = _chosen(media, *names, "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path") or {}
+    if getattr(media, "video_pruning_rate", None):
+        found["pruning"] = [str(media.video_pruning_method), media.video_pruning_rate]
+    return found or None
+
+
+def _adapters(vllm_config: Any) -> dict[str, Any] | None:
+    """What is used of an adapter; hashes know its name and path."""
+    adapters = vllm_config.lora_config
+    if adapters is None:
+        return None
+    found: dict[str, Any] = {}
+    modules: Collection[str] | None = adapters.target_modules
+    if modules is not None:
+        found["target_modules"] = sorted(modules)
+    if adapters.enable_tower_connector_lora:
+        found["tower"] = True
+    if adapters.lora_dtype not in ("auto", None, vllm_config.model_config.dtype):
+        found["dtype"] = str(adapters.lora_dtype)
+    return found or None
+
+
+def _states(cache: Any) -> dict[str, Any] | None:
+    """States that are brought up to date some tokens later."""
+    found = _chosen(cache, "use_replayssm", "use_kda_recoverssm") or {}
+    if "use_replayssm" in found:
+        found["replayssm_buffer_len"] = cache.replayssm_buffer_len
+    return found or None
