@@ -81,7 +81,7 @@ soak-mooncake: build ## 100,000 requests against a real Mooncake with a small po
 	@$(PYTHON) tests/soak/mooncake_soak.py $(SOAK_ARGS)
 
 soak: build ## The simulation for 10 minutes, then faults with real processes (another 10); SOAK_ARGS go to the first
-	@build/release/bin/kvprism_simulation --soak $(SOAK_ARGS)
+	@$(PYTHON) tests/soak/simulation_soak.py $(SOAK_ARGS)
 	@$(PYTHON) tests/soak/faults_soak.py
 
 clean: ## Remove build trees and the virtual environment

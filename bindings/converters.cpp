@@ -6,6 +6,7 @@
 #include <limits>
 #include <optional>
 
+#include "gil_free.h"
 #include "kvprism/base/error.h"
 
 namespace kvprism::bindings {
@@ -339,7 +340,12 @@ HashList HashListReader::read_buffer(nb::handle hashes, std::uint32_t known,
   const std::size_t count = view.bytes() / width;
   const std::size_t first = first_read(known, count);
   const auto* const data = reinterpret_cast<const std::uint8_t*>(view.data());
-  bytes_.assign(data + first * width, data + count * width);
+  {
+    // The view keeps the memory; many hashes take longer to copy than the GIL to change hands.
+    std::optional<GilFree> released;
+    if (count - first > 2048) released.emplace();
+    bytes_.assign(data + first * width, data + count * width);
+  }
   return {bytes_.data(), static_cast<std::uint32_t>(count - first),
           static_cast<std::uint32_t>(width), static_cast<std::uint32_t>(first)};
 }

@@ -103,6 +103,7 @@ nb::dict to_dict(const StoreWorkerCounters& c) {
   out["unquiet_calls"] = c.unquiet_calls;
   out["bytes_in_flight"] = c.bytes_in_flight;
   out["saves_held_up"] = c.saves_held_up;
+  out["pump_errors"] = c.pump_errors;
   return out;
 }
 

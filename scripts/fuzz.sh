@@ -39,11 +39,14 @@ for target in "${targets[@]}"; do
   jobs+=($!)
 done
 status=0
+results=()
 for at in "${!targets[@]}"; do
   name="$(basename "${targets[$at]}")"
   code=0
   wait "${jobs[$at]}" || code=$?
   printf '%s: exit status %s\n' "$name" "$code"
+  executions="$(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name.log")"
+  results+=("  {\"target\": \"$name\", \"executions\": ${executions:-0}, \"status\": $code}")
   if [ "$code" = 0 ]; then
     grep -E '^(Done|stat::number_of_executed_units)' "build/fuzz/$name.log"
   else
@@ -51,4 +54,11 @@ for at in "${!targets[@]}"; do
     status=1
   fi
 done
+mkdir -p build/runs
+{
+  printf '{\n "date": "%s",\n "version": "%s",\n "seconds": %s,\n "targets": [\n' "$(date +%F)" \
+    "$(sed -n 's/^ *VERSION \([0-9.]*\)$/\1/p' CMakeLists.txt | head -n 1)" "$seconds"
+  printf '%s\n' "${results[@]}" | sed '$!s/$/,/'
+  printf ' ]\n}\n'
+} >build/runs/fuzz.json
 exit "$status"

@@ -210,6 +210,55 @@ TEST(BlockingStore, NobodyWaitsForANewClientsRegistrationWithoutABound) {
   store.add_region(region);
 }
 
+// A maker that hangs must not keep the store off, nor whoever changes its memory waiting.
+TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
+  for (const bool registering : {false, true}) {
+    const auto script = std::make_shared<Script>();
+    const auto gate = std::make_shared<Gate>();
+    script->on_call = [](int client, Call, const ObjectBatch&, CallEnd& end) {
+      end.broken = client == 0;
+      return end.broken;
+    };
+    script->on_make = [&](int attempt) {
+      if (!registering && attempt == 1) gate->pass();
+    };
+    script->on_register = [&](int client, const Region&) {
+      if (registering && client == 1) gate->pass();
+    };
+    BlockingStoreOptions options = quick();
+    options.setup_timeout = kvprism::seconds(1);
+    options.region_timeout = kvprism::milliseconds(50);
+    LogLines lines;
+    BlockingStore store(factory_of(script), options);
+    std::array<std::byte, 64> memory{};
+    const Region first{memory.data(), 32, -1};
+    const Region second{memory.data() + 32, 32, -1};
+    store.add_region(first);
+    Ends ends(store);
+    ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+    ASSERT_TRUE(ends.wait_quiet(1));
+    ASSERT_TRUE(gate->wait_for_visitor());
+    ASSERT_TRUE(eventually([&] { return store.counters().usable; })) << registering;
+    store.add_region(second);
+    EXPECT_EQ(script->attempts, 3);
+    const int third = registering ? 2 : 1;
+    EXPECT_EQ(script->regions_of(third), (std::vector<Region>{first, second}));
+    ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 1; }));
+    EXPECT_EQ(store.counters().failed_attempts, 1u);
+    EXPECT_EQ(lines.containing("no store client, trying on: it was not made within 1050 ms").size(),
+              1u);
+    gate->open();
+    ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
+    const int late = registering ? 1 : 2;
+    EXPECT_TRUE(script->is_torn_down(late)) << "it takes over from nobody";
+    EXPECT_FALSE(script->is_torn_down(third));
+    EXPECT_EQ(store.counters().replacements, 1u);
+    ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
+    ASSERT_TRUE(ends.wait_quiet(2));
+    EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
+  }
+}
+
 // Two calls of one client may come back broken: it is replaced once, and told once.
 TEST(BlockingStore, ReplacementIsToldOnce) {
   const auto script = std::make_shared<Script>();

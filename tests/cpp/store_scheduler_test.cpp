@@ -427,6 +427,45 @@ TEST_F(SchedulerTest, ARequestMayBeKeptOutOfTheStore) {
   }
 }
 
+TEST_F(SchedulerTest, ARestrictionHoldsForWhatIsAskedAndOfferedInTheSameStep) {
+  build({test::full_group(16), test::mamba_group(16)});
+  const Hashes hashes(4, 1);
+  exists(hashes, 64);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+  scheduler->advanced(RequestId{42}, 64, hashes.list());
+  scheduler->boundary(RequestId{42}, GroupId{1}, BlockId{6}, 16);
+  scheduler->restrict(kRequest, {false, false});
+  const StepPlan& plan = scheduler->end_step(now);
+  EXPECT_TRUE(store->lookups.empty());
+  ASSERT_EQ(plan.jobs.size(), 1u) << "the other request's";
+  EXPECT_EQ(test::moves(plan, 0), (std::vector<test::Move>{{1, 0, 6, 16}}));
+  EXPECT_EQ(released(), (std::vector<std::int32_t>{5}));
+  EXPECT_EQ(scheduler->counters().saves_dropped, 1u);
+  EXPECT_FALSE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+
+  scheduler->restrict(kRequest, {});
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  scheduler->boundary(kRequest, GroupId{1}, BlockId{5}, 16);
+  EXPECT_EQ(scheduler->end_step(now).jobs.size(), 1u) << "it was not saved then";
+}
+
+TEST_F(SchedulerTest, WhatWasAskedBeforeAModeWithoutLoadsIsNotAskedLater) {
+  build({test::full_group(16)});
+  const Hashes hashes(4, 1);
+  EXPECT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+  scheduler->set_mode(StoreMode::kOff);
+  EXPECT_FALSE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending)
+      << "the engine goes on without";
+  scheduler->end_step(now);
+  scheduler->set_mode(StoreMode::kReadWrite);
+  scheduler->end_step(now);
+  EXPECT_TRUE(store->lookups.empty()) << "nobody waits for it any more";
+  exists(hashes, 64);
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+}
+
 TEST_F(SchedulerTest, SourcesStayReferencedUntilEveryRankIsQuiet) {
   // R06: two ranks; rank 1 is late.
   StoreSchedulerOptions options;

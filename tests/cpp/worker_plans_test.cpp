@@ -125,6 +125,48 @@ TEST_F(WorkerTest, ADamagedCopyOfARunningPlanEndsNothing) {
   EXPECT_FALSE(worker->poll(nothing)) << "its bytes still move";
 }
 
+// The damaged copy has told its jobs as over, so their blocks may serve others by now.
+TEST_F(WorkerTest, APlanWhoseDamagedCopyCameFirstIsRefused) {
+  StepPlan plan =
+      plan_of({{JobId{5}, RequestId{7}, JobKind::kLoad, 0, 1, 0, seconds(10)},
+               {JobId{6}, RequestId{8}, JobKind::kLoad, 1, 1, 0, seconds(10)}},
+              {{StoreIndex{0}, 0, 1, 0, 0, 16}, {StoreIndex{0}, 0, 1, 1, 1, 16}}, {1, 2});
+  plan.mark_tokens = {16, 16};
+  for (const bool first : {true, false}) {  // the plan that binds the worker, and a later one
+    std::vector<std::byte> bytes;
+    encode(plan.view(), bytes);
+    std::vector<std::byte> damaged(bytes.begin(), bytes.end() - 8);
+    EXPECT_FALSE(worker->submit(std::span<const std::byte>(damaged), ReadyToken::host()).accepted);
+    const std::vector<JobReport> told = report().jobs;
+    ASSERT_EQ(told.size(), 2u);
+    EXPECT_EQ(told[0], (JobReport{plan.jobs[0].id, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}));
+
+    const SubmitResult whole =
+        worker->submit(std::span<const std::byte>(bytes), ReadyToken::host());
+    EXPECT_FALSE(whole.accepted);
+    EXPECT_EQ(whole.refusal, "step plan: jobs[0].id = " + std::to_string(raw(plan.jobs[0].id)) +
+                                 ": expected a job that has not ended (a damaged copy of the plan "
+                                 "was refused, and its blocks were given back)");
+    worker->pump(now);
+    EXPECT_TRUE(store->gets.empty());
+    WorkerReport nothing;
+    EXPECT_FALSE(worker->poll(nothing)) << "they were told before";
+    if (!first) break;
+    ASSERT_TRUE(worker->submit(simple(JobKind::kSave, 1, 9).view(), ReadyToken::host()).accepted);
+    plan.jobs[0].id = JobId{10};
+    plan.jobs[1].id = JobId{11};
+    plan.step = ++last_step;
+  }
+  // What a damaged copy did not name has ended with it.
+  plan.jobs[0].id = JobId{20};
+  plan.step = ++last_step;
+  EXPECT_FALSE(worker->submit(plan.view(), ReadyToken::host()).accepted);
+  EXPECT_EQ(report().jobs,
+            (std::vector<JobReport>{{JobId{20}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}}));
+  EXPECT_EQ(worker->counters().plans_refused, 5u);
+  EXPECT_EQ(worker->counters().plans, 1u);
+}
+
 TEST_F(WorkerTest, AShiftedMarkIsRefused) {
   StepPlan plan = simple(JobKind::kSave, 2);
   plan.mark_tokens[1] += 16;

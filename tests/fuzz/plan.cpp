@@ -25,6 +25,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         }
       }
     }
+    for (const kvprism::JobId id : plan.asked) sum += kvprism::raw(id) & 1;
     std::vector<std::byte> again;
     kvprism::encode(plan, again);
     if (again.size() != size || sum == UINT64_MAX) std::abort();

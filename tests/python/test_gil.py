@@ -6,10 +6,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import configs
 import kvprism
 import numpy as np
+import numpy.typing as npt
 import pytest
 from kvprism import sim
 from store_helpers import Rank, hashes, schema
@@ -135,6 +137,89 @@ def test_end_of_a_step_with_many_lookups() -> None:
             rank.scheduler.finished(request)
 
     lets_others_run(look, 0.01)
+
+
+BLOCKS = 400_000
+
+
+class LongPrompt:
+    """A request of 400,000 blocks of 4 tokens, and a worker whose memory has them all."""
+
+    def __init__(self, **options: object) -> None:
+        group = configs.attention(
+            layers=["f0"], block_size=4, num_kv_heads=1, head_size=8, dtype="float16"
+        )
+        groups = kvprism.Projection(
+            kvprism.CacheConfig.from_dict(configs.config(group, num_blocks=BLOCKS + 1))
+        )
+        page = groups.groups()[0].page_size_bytes
+        self.memory: npt.NDArray[np.uint8] = np.zeros(BLOCKS * page + page, dtype=np.uint8)
+        tensor = kvprism.CacheTensor(
+            self.memory, layers=["f0"], layer_stride=self.memory.size, block_stride=page
+        )
+        self.keys = schema(groups)
+        self.map = kvprism.SegmentMap(groups, [tensor])
+        self.store = kvprism.memory_store()
+        self.scheduler = kvprism.StoreScheduler(self.keys, self.store, **options)  # type: ignore[arg-type]
+        self.tokens = 4 * BLOCKS
+        self.hashes = np.random.default_rng(1).integers(256, size=(BLOCKS, 32), dtype=np.uint8)
+        self.rows = [np.arange(1, BLOCKS + 1, dtype=np.int32)]
+
+    def advance(self, request: int = 1) -> None:
+        self.scheduler.advanced(request, self.tokens, self.hashes)
+
+    def save(self, request: int = 1) -> None:
+        self.scheduler.save(request, (0, self.tokens), self.rows)
+
+
+def test_hashes_and_blocks_of_a_long_prompt() -> None:
+    prompt = LongPrompt()
+    requests = iter(range(1, 100))
+    lets_others_run(lambda: prompt.advance(next(requests)), 0.005)
+    saved = iter(range(1, 100))
+    lets_others_run(lambda: prompt.save(next(saved)), 0.01)
+    prompt.scheduler.set_mode("off")
+
+
+def test_the_plan_of_a_long_prompt() -> None:
+    prompt = LongPrompt()
+    prompt.advance()
+    prompt.save()
+    plan = prompt.scheduler.end_step()
+    workers = [
+        kvprism.StoreWorker(prompt.keys, prompt.map, kvprism.memory_store()) for _ in range(3)
+    ]
+    unused = iter(workers)
+    lets_others_run(lambda: next(unused).submit(plan, kvprism.ReadyToken.host()), 0.005)
+    for worker in workers:
+        worker.close(0.0)
+
+
+def test_a_recorded_step(tmp_path: Path) -> None:
+    prompt = LongPrompt(record_to=str(tmp_path / "run"))
+    requests = iter(range(1, 100))
+    lets_others_run(lambda: prompt.advance(next(requests)), 0.01)
+
+
+def test_a_purge_of_many_objects() -> None:
+    prompt = LongPrompt(saved_fresh_for_seconds=0.001)
+    worker = kvprism.StoreWorker(prompt.keys, prompt.map, prompt.store)
+
+    def fill() -> None:
+        prompt.advance()
+        prompt.save()
+        assert worker.submit(prompt.scheduler.end_step(), kvprism.ReadyToken.host())
+        while prompt.scheduler.has_pending_work():
+            report = worker.wait(10.0)
+            assert report is not None
+            prompt.scheduler.report(report)
+            prompt.scheduler.take_released()
+
+    fill()
+    assert prompt.scheduler.counters()["saved_objects"] == BLOCKS
+    prompt.scheduler.purge()
+    lets_others_run(prompt.scheduler.end_step, 0.01)
+    worker.close()
 
 
 def interrupted(call: Callable[[], object]) -> float:

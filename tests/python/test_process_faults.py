@@ -223,12 +223,20 @@ def turns_during_long_calls() -> dict[str, float]:
 
         def set_up() -> None:
             with pause_master(mooncake), pytest.raises(kvprism.TimedOutError):
-                kvprism.mooncake_store(master=mooncake.master, setup_timeout_seconds=1.0)
+                kvprism.mooncake_store(master=mooncake.master, setup_timeout_seconds=2.0)
+
+        def close_scheduler() -> None:
+            with pause_master(mooncake):
+                tokens = prompt(2)
+                assert engines[0].scheduler.lookup(99, len(tokens), hashes(tokens)) is None
+                engines[0].scheduler.end_step()
+                engines[0].scheduler.close(2.0)
 
         calls: dict[str, tuple[Callable[[], object], float]] = {
-            "wait": (lambda: engines[0].worker.wait(1.0), 0.9),
-            "set-up": (set_up, 0.9),
-            "close": (lambda: engines[0].worker.close(1.0), 0.9),
+            "wait": (lambda: engines[0].worker.wait(2.0), 1.9),
+            "set-up": (set_up, 1.9),
+            "close": (lambda: engines[0].worker.close(2.0), 1.9),
+            "close of the scheduler": (close_scheduler, 1.9),
             # The load hangs in its client, for which the destructor waits.
             "the last reference": (engines.clear, 2.0),
         }

@@ -24,6 +24,7 @@ import kvprism  # noqa: E402
 from children import BOUND_SECONDS, Children  # noqa: E402
 from kvprism.local_mooncake import LocalMooncake  # noqa: E402
 from mooncake_helpers import SOURCES, TARGETS, Engine, hashes, prompt  # noqa: E402
+from records import record  # noqa: E402
 from store_helpers import BLOCK  # noqa: E402
 
 CLONE_NEWNET = 0x40000000
@@ -247,6 +248,7 @@ def main() -> int:
         return 2
     enter_network()
     failed = 0
+    figures = {}
     for name, case in CASES.items():
         if args.only not in (None, name):
             continue
@@ -255,11 +257,14 @@ def main() -> int:
             found = case()
         except Exception as error:
             failed += 1
+            figures[name] = {"error": str(error)}
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
             continue
         found["seconds"] = round(time.monotonic() - begin, 1)
+        figures[name] = found
         print(f"{name}: {json.dumps(found)}", flush=True)
     print(f"{failed} failed")
+    record("soak-faults", failed=failed, cases=figures)
     return 1 if failed else 0
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import kvprism
 from kvprism import sim
 from kvprism.local_mooncake import LocalMooncake
+from records import record
 
 BLOCK = 16
 PREFIXES = 2000  # distinct beginnings, far more than the pool holds
 IN_FLIGHT = 16
 GROWTH = 1.05  # resident bytes at the end against those after a fifth of the run
-# Chances per operation: about 2 in 100 fail, 1 in 100 outlasts its bound.
+# Chances per operation: about 2 in 100 fail, 1 in 100 outlasts its bound. Of those that are late
+# half come within it.
 FAULTS = {
     "fail_call": 0.01,
     "fail_items": 0.01,
@@ -33,9 +35,9 @@ FAULTS = {
     "no_space": 0.005,
     "land_late": 0.01,
     "late_quiet": 0.005,
-    "delay": 0.01,
+    "delay": 0.02,
     "lookup_failed": 0.005,
-    "lookup_late": 0.01,
+    "lookup_late": 0.02,
 }
 
 
@@ -180,7 +182,7 @@ def run(requests: int, pool_mib: int, seed: int, budget_seconds: float) -> dict[
                 if isinstance(value, int)
             },
             "ledger": scheduler.counters()["ledger"],
-            "jobs_alive": worker.counters()["jobs_alive"],
+            "worker": worker.counters(),
             "resident_after_a_fifth": settled,
             "resident_at_the_end": resident_bytes(),
         }
@@ -193,9 +195,9 @@ def run(requests: int, pool_mib: int, seed: int, budget_seconds: float) -> dict[
 def rates(totals: dict[str, Any]) -> dict[str, float]:
     """Aborts of requests, failures and time-outs of operations."""
     faults, client = totals["faults"], totals["client"]
-    calls = client["put_calls"] + client["get_calls"] + client["exists_calls"]
+    calls = client["put_calls"] + client["get_calls"] + client["exists_calls"] + client["expired"]
     kept_back = faults["fail_call"] + faults["no_space"] + faults["lookup_failed"]
-    late = faults["delay"] + faults["lookup_late"]
+    late = totals["scheduler"]["lookups_late"] + client["expired"] + client["late_calls"]
     return {
         "aborts": totals["aborted"] / totals["requests"],
         "failures": sum(faults[kind] for kind in FAILURES) / (calls + kept_back),
@@ -210,7 +212,9 @@ def problems(totals: dict[str, Any]) -> list[str]:
         if not least <= totals["rates"][name] <= most:
             found.append(f"{name} are {totals['rates'][name]:.4f}, not {least} to {most}")
     left = {
-        "jobs_alive": totals["jobs_alive"],
+        "jobs_alive": totals["worker"]["jobs_alive"],
+        "unquiet_calls": totals["worker"]["unquiet_calls"],
+        "bytes_in_flight": totals["worker"]["bytes_in_flight"],
         "unquiet_now": totals["client"]["unquiet_now"],
         "retired_now": totals["client"]["retired_now"],
         "blocks_held": totals["ledger"]["blocks_held"],
@@ -244,6 +248,8 @@ def main() -> int:
     for line in broken:
         print(f"soak: {line}", file=sys.stderr)
     print(json.dumps(totals))
+    growth = totals["resident_at_the_end"] / max(1, totals["resident_after_a_fifth"])
+    record("soak-mooncake", seed=args.seed, growth=round(growth, 4), problems=broken, **totals)
     return 1 if broken else 0
 
 

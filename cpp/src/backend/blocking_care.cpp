@@ -29,6 +29,7 @@ void BlockingStore::Core::watch() {
     watch_calls(now, next);
     consider_probe(now, next);
     reap();
+    consider_burials(now, next);
     consider_attempt(now, next);
     care_wake = next;
     care_wakes.wait_until(lock, next,
@@ -80,19 +81,42 @@ void BlockingStore::Core::watch_calls(TimePoint now, TimePoint& next) {
 }
 
 bool BlockingStore::Core::can_reap() const {
-  return (maker != nullptr && maker->done) ||
+  return (!maker.empty() && maker.front().done) ||
          std::any_of(helpers.begin(), helpers.end(), [](const Worker& one) { return one.done; });
 }
 
 void BlockingStore::Core::reap() {
-  if (maker != nullptr && maker->done) maker.reset();
+  if (!maker.empty() && maker.front().done) maker.clear();
   for (auto helper = helpers.begin(); helper != helpers.end();) {
     helper = helper->done ? helpers.erase(helper) : std::next(helper);
   }
 }
 
+void BlockingStore::Core::consider_burials(TimePoint now, TimePoint& next) {
+  if (next_burial <= now) {
+    next_burial = TimePoint::max();
+    try {
+      for (; !unburied.empty(); unburied.pop_back()) dig(unburied.back());
+    } catch (const std::exception&) {
+      next_burial = now + to_chrono(options.max_retry);
+    }
+  }
+  next = std::min(next, next_burial);
+}
+
 void BlockingStore::Core::consider_attempt(TimePoint now, TimePoint& next) {
-  if (current != nullptr || finished || maker != nullptr) return;
+  if (current != nullptr || finished) return;
+  const auto limit = [&] {
+    return after(after(attempt->began, options.setup_timeout), options.region_timeout);
+  };
+  if (!maker.empty()) {
+    if (attempt->over) return;  // its thread is about to end
+    if (limit() > now) {
+      next = std::min(next, limit());
+      return;
+    }
+    give_up_maker();
+  }
   if (options.max_attempts != 0 && failed_attempts >= options.max_attempts) return;
   if (counters.retired_now >= options.max_retired) return;
   if (next_attempt > now) {
@@ -101,8 +125,9 @@ void BlockingStore::Core::consider_attempt(TimePoint now, TimePoint& next) {
   }
   try {
     start_maker();
+    next = std::min(next, limit());
   } catch (const std::exception&) {
-    maker.reset();
+    maker.clear();
     next_attempt = now + to_chrono(options.max_retry);
     next = std::min(next, next_attempt);
   }

@@ -48,6 +48,18 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
   }
   for (std::condition_variable& wake : lane_wakes) wake.notify_all();
   wake_care();
+  try {
+    dig(generation);
+  } catch (const std::exception& error) {
+    // Until there is a thread, what is unquiet stays so: held, never wrong.
+    unburied.push_back(generation);
+    next_burial = std::min(next_burial, Clock::now() + to_chrono(options.max_retry));
+    log(LogLevel::kError,
+        std::string("no thread to tear a store client down, trying on: ") + error.what());
+  }
+}
+
+void BlockingStore::Core::dig(const std::shared_ptr<Generation>& generation) {
   Worker& grave = helpers.emplace_back();
   try {
     grave.thread = start_thread("kvp-grave", [core = shared_from_this(), generation, &grave] {
@@ -57,14 +69,9 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
       core->care_wakes.notify_all();
       core->changed.notify_all();
     });
-  } catch (const std::exception& error) {
-    // Without a thread the client is never torn down, so what is unquiet stays so: held, never
-    // wrong.
+  } catch (...) {
     helpers.pop_back();
-    for (Worker& lane : generation->lanes) {
-      if (lane.thread.joinable()) lane.thread.detach();
-    }
-    log(LogLevel::kError, std::string("no thread to tear a store client down: ") + error.what());
+    throw;
   }
 }
 
@@ -111,14 +118,27 @@ std::chrono::nanoseconds BlockingStore::Core::pause() noexcept {
 }
 
 void BlockingStore::Core::start_maker() {
-  maker = std::make_unique<Worker>();
-  maker->thread = start_thread("kvp-make", [core = shared_from_this(), worker = maker.get()] {
-    core->make_client();
+  attempt = std::make_shared<Attempt>(Attempt{Clock::now()});
+  Worker& worker = maker.emplace_back();
+  worker.thread = start_thread("kvp-make", [core = shared_from_this(), mine = attempt, &worker] {
+    core->make_client(mine);
     const Lock lock(core->mutex);
-    worker->done = true;
+    worker.done = true;
     core->care_wakes.notify_all();
     core->changed.notify_all();
   });
+}
+
+// It counts as a retired client until it comes back: it may have registered memory.
+void BlockingStore::Core::give_up_maker() {
+  attempt->given_up = true;
+  if (std::exchange(attempt->has_regions, false)) end_regions();
+  ++counters.retired_now;
+  helpers.splice(helpers.end(), maker);
+  const std::int64_t limit =
+      options.setup_timeout.ns / 1'000'000 + options.region_timeout.ns / 1'000'000;
+  note_failure("it was not made within " + std::to_string(limit) + " ms");
+  changed.notify_all();
 }
 
 CallEnd BlockingStore::Core::ask(BlockingClient& client, ItemStatus& answer) noexcept {
@@ -141,7 +161,16 @@ void BlockingStore::Core::probe(BlockingClient& client) {
         {}});
 }
 
-void BlockingStore::Core::make_client() {
+void BlockingStore::Core::note_failure(const std::string& why) {
+  ++counters.failed_attempts;
+  ++failed_attempts;
+  ++failures;
+  if (away != why) log(LogLevel::kWarning, "no store client, trying on: " + why);
+  away = why;
+  next_attempt = Clock::now() + pause();
+}
+
+void BlockingStore::Core::make_client(const std::shared_ptr<Attempt>& mine) {
   auto generation = std::make_shared<Generation>();
   std::exception_ptr error;
   try {
@@ -151,21 +180,27 @@ void BlockingStore::Core::make_client() {
     }
     Lock lock(mutex);
     // Others give up after region_timeout.
-    begin_regions(lock, TimePoint::max());
-    try {
-      const std::vector<Region> present = regions.regions();
-      lock.unlock();
-      for (const Region& region : present) generation->client->register_region(region);
-      if (!capabilities.name.empty()) probe(*generation->client);
-      lock.lock();
-    } catch (...) {
-      if (!lock.owns_lock()) lock.lock();
-      end_regions();
-      throw;
+    changed.wait(lock, [&] { return !regions_busy || mine->given_up; });
+    if (!mine->given_up) {
+      regions_busy = mine->has_regions = true;
+      const auto release = [&] {
+        if (std::exchange(mine->has_regions, false)) end_regions();
+      };
+      try {
+        const std::vector<Region> present = regions.regions();
+        lock.unlock();
+        for (const Region& region : present) generation->client->register_region(region);
+        if (!capabilities.name.empty()) probe(*generation->client);
+        lock.lock();
+      } catch (...) {
+        if (!lock.owns_lock()) lock.lock();
+        release();
+        throw;
+      }
+      // Published before the next add_region can look for a client.
+      release();
     }
-    // Published before the next add_region can look for a client.
-    end_regions();
-    if (!finished) {
+    if (!finished && !mine->given_up) {
       generation->born = Clock::now();
       if (capabilities.name.empty()) {
         capabilities = generation->client->capabilities();
@@ -174,6 +209,7 @@ void BlockingStore::Core::make_client() {
         log(LogLevel::kWarning, "the store has a new client");
       }
       current = std::move(generation);
+      mine->over = true;
       failed_attempts = 0;
       away.clear();
       changed.notify_all();
@@ -183,16 +219,16 @@ void BlockingStore::Core::make_client() {
     error = std::current_exception();
   }
   if (generation->client != nullptr) generation->client->tear_down();
-  if (error == nullptr) return;
+  generation.reset();
   const Lock lock(mutex);
-  make_error = error;
-  ++counters.failed_attempts;
-  ++failed_attempts;
-  ++failures;
-  const std::string why = message_of(error);
-  if (away != why) log(LogLevel::kWarning, "no store client, trying on: " + why);
-  away = why;
-  next_attempt = Clock::now() + pause();
+  if (mine->given_up) {
+    --counters.retired_now;
+    changed.notify_all();
+  } else if (error != nullptr) {
+    mine->over = true;
+    make_error = error;
+    note_failure(message_of(error));
+  }
 }
 
 }  // namespace kvprism

@@ -96,6 +96,14 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     std::vector<Unquiet> unquiet;
   };
 
+  // A client in the making, guarded by the mutex.
+  struct Attempt {
+    TimePoint began;
+    bool has_regions = false;  // nobody else may change them
+    bool given_up = false;     // another one may be made; this one goes when it comes back
+    bool over = false;         // its client is in use, or it has failed
+  };
+
   struct Running {
     OpId op{};
     Kind kind{};
@@ -110,7 +118,9 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   };
 
   Core(BlockingClientFactory make, BlockingStoreOptions opts)
-      : factory(std::move(make)), options(opts), pid(::getpid()) {}
+      : factory(std::move(make)), options(opts), pid(::getpid()) {
+    unburied.reserve(std::min(options.max_retired, 64u) + 1);
+  }
 
   const BlockingClientFactory factory;
   const BlockingStoreOptions options;
@@ -133,10 +143,13 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   bool finished = false;  // no client will be made any more
   bool stop_care = false;
   TimePoint care_wake = TimePoint::max();
-  std::unique_ptr<Worker> maker;
+  std::list<Worker> maker;           // one, or none
+  std::shared_ptr<Attempt> attempt;  // of the maker
   std::exception_ptr make_error;
   std::string away;           // why there is no client, as logged last; empty while there is one
   std::list<Worker> helpers;  // each with one client to tear down or one region to change
+  std::vector<std::shared_ptr<Generation>> unburied;  // retired, and no thread could be had
+  TimePoint next_burial = TimePoint::max();
   std::jthread care;
   std::uint32_t failures = 0;         // in a row, also of clients that died young
   std::uint32_t failed_attempts = 0;  // in a row, to make a client
@@ -170,12 +183,17 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // Logs `why` if that is news; empty: nothing is wrong with the client.
   void retire(const std::shared_ptr<Generation>& generation, const std::string& why);
+  // Starts the thread that buries it; throws when there can be no more threads.
+  void dig(const std::shared_ptr<Generation>& generation);
   void bury(const std::shared_ptr<Generation>& generation);
   // Doubles with every failure, and varies by a quarter so that many workers do not come back at
   // once (R51).
   std::chrono::nanoseconds pause() noexcept;
   void start_maker();
-  void make_client();
+  void make_client(const std::shared_ptr<Attempt>& mine);
+  void give_up_maker();
+  // Remembers why there is no client; the next attempt comes after a pause.
+  void note_failure(const std::string& why);
   // What the client answers to a question about a key that need not be there.
   static CallEnd ask(BlockingClient& client, ItemStatus& answer) noexcept;
   // Throws Error when the client does not answer a question.
@@ -215,6 +233,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // The threads have released the mutex for good when `done` is seen under it, so joining them is
   // short.
   void reap();
+  void consider_burials(TimePoint now, TimePoint& next);
   void consider_attempt(TimePoint now, TimePoint& next);
   void consider_probe(TimePoint now, TimePoint& next);
 

@@ -86,7 +86,9 @@ bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>
     return true;
   }
   const TimePoint limit = after(Clock::now(), deadline - now);
-  queues[kind].push_back({op, std::move(batch), limit, removal});
+  // The batch last: a start that throws leaves it alone.
+  Request& request = queues[kind].emplace_back();
+  request = {op, std::move(batch), limit, removal};
   lane_wakes[kind].notify_all();
   if (limit < care_wake) wake_care();
   return true;
@@ -145,7 +147,7 @@ void BlockingStore::Core::leave(TimePoint end) {
     Lock lock(mutex);
     finish_clients();
     const auto all_done = [&] {
-      return (maker == nullptr || maker->done) &&
+      return (maker.empty() || maker.front().done) &&
              std::all_of(helpers.begin(), helpers.end(),
                          [](const Worker& helper) { return helper.done; });
     };
@@ -155,13 +157,14 @@ void BlockingStore::Core::leave(TimePoint end) {
   }
   if (care.joinable()) care.join();
   const Lock lock(mutex);
-  if (maker != nullptr) {
-    if (!maker->done) {
-      maker->thread.detach();
-    } else {
-      joinable.push_back(std::move(maker->thread));
+  // A client that is never torn down must not wait for its own threads.
+  for (const std::shared_ptr<Generation>& generation : unburied) {
+    for (Worker& lane : generation->lanes) {
+      if (lane.thread.joinable()) lane.thread.detach();
     }
   }
+  unburied.clear();
+  helpers.splice(helpers.end(), maker);
   for (Worker& helper : helpers) {
     if (helper.done) {
       joinable.push_back(std::move(helper.thread));
@@ -200,9 +203,9 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
     Lock lock(core.mutex);
     core.start_maker();
     core.changed.wait_until(lock, after(Clock::now(), options.setup_timeout),
-                            [&] { return core.current != nullptr || core.maker->done; });
+                            [&] { return core.current != nullptr || core.maker.front().done; });
     if (core.current == nullptr) {
-      error = core.maker->done ? core.make_error : nullptr;
+      error = core.maker.front().done ? core.make_error : nullptr;
       if (error == nullptr) {
         error = std::make_exception_ptr(
             Error(ErrorCode::kTimedOut, std::string(kSubject),

@@ -101,6 +101,7 @@ kvprism_status kvprism_worker_counters(const kvprism_worker* worker,
     visitor(context, "unquiet_calls", c.unquiet_calls);
     visitor(context, "bytes_in_flight", c.bytes_in_flight);
     visitor(context, "saves_held_up", c.saves_held_up);
+    visitor(context, "pump_errors", c.pump_errors);
   });
 }
 

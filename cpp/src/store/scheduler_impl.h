@@ -340,6 +340,8 @@ struct StoreScheduler::Impl {
   void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t probed,
            std::uint32_t max, Instant now);
   void send_questions(Instant now);
+  // Those of this step.
+  void forget_questions();
   void take_answers(Instant now);
   void ask_again(Instant now);
   void add_marks(const Request& request);
@@ -368,6 +370,8 @@ struct StoreScheduler::Impl {
                 Instant now);
   void plan_offers(Instant now);
   void drop_offers();
+  void drop_offers(RequestId id, std::uint64_t generation);
+  void drop(const detail::Offer& offer);
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
   // Whether a rank may name these chunks: groups that there are, and of a load what it moves.

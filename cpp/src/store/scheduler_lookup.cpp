@@ -33,8 +33,9 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     lookups_fail = answer.failed;
     const bool awaited = request != nullptr && request->lookup.serial == answer.serial &&
                          request->lookup.state == LookupState::kInFlight;
-    // In another mode by now the store is not asked again: what is proven stands.
-    const bool open = answer.first_round != nullptr && may_load();
+    // In another mode by now, or restricted, the store is not asked again: what is proven stands.
+    const bool restricted = request != nullptr && !request->access.load;
+    const bool open = answer.first_round != nullptr && may_load() && !restricted;
     if (!open)
       flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit,
                  answer.failed ? 1 : 0);
@@ -75,6 +76,15 @@ void StoreScheduler::Impl::ask_again(Instant now) {
   if (!answers.empty()) take_answers(now);
 }
 
+void StoreScheduler::Impl::forget_questions() {
+  for (const RequestId id : queued) {
+    Request* const request = find(id);
+    if (request != nullptr && request->lookup.state == LookupState::kQueued)
+      request->lookup.state = LookupState::kNone;
+  }
+  queued.clear();
+}
+
 // All of the step as one call.
 void StoreScheduler::Impl::send_questions(Instant now) {
   if (!may_load()) return;
@@ -86,10 +96,6 @@ void StoreScheduler::Impl::send_questions(Instant now) {
     Request* const request = find(id);
     if (request == nullptr || request->lookup.state != LookupState::kQueued) continue;
     Lookup& lookup = request->lookup;
-    if (!request->access.load) {  // restricted since it asked
-      lookup.state = LookupState::kNone;
-      continue;
-    }
     keys += desk.most_keys(lookup.asked_local, lookup.probed);
     // The others ask in the next step: a call as large as all of them would be late for all, and
     // making its keys would hold up the step.

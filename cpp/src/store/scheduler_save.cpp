@@ -134,15 +134,28 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
 
 // A full pool takes no states either (R50).
 void StoreScheduler::Impl::drop_offers() {
-  counters.saves_dropped += offers.size();
-  for (const Offer& offer : offers) {
-    released.push_back(offer.block);
-    if (Request* const request = find(offer.request, offer.generation)) {
-      std::erase(request->handed_off, state_mark(offer.group, offer.tokens));
-    }
-  }
+  for (const Offer& offer : offers) drop(offer);
   offers.clear();
   offer_hashes.clear();
+}
+
+// Their hashes stay until the step ends.
+void StoreScheduler::Impl::drop_offers(RequestId id, std::uint64_t generation) {
+  std::erase_if(offers, [&](const Offer& offer) {
+    if (offer.request != id || offer.generation != generation) return false;
+    drop(offer);
+    return true;
+  });
+  if (offers.empty()) offer_hashes.clear();
+}
+
+// It may be offered again.
+void StoreScheduler::Impl::drop(const Offer& offer) {
+  ++counters.saves_dropped;
+  released.push_back(offer.block);
+  if (Request* const request = find(offer.request, offer.generation)) {
+    std::erase(request->handed_off, state_mark(offer.group, offer.tokens));
+  }
 }
 
 // What every rank has stored whole needs no second save for a while.

@@ -228,6 +228,7 @@ void StoreScheduler::set_mode(StoreMode mode) noexcept {
                             [&](RunWriter w) { w.put(static_cast<std::uint8_t>(mode)); });
   impl_->flight.add(impl_->last_step_at, FlightKind::kMode, static_cast<std::uint64_t>(mode));
   impl_->mode = mode;
+  if (!impl_->may_load()) impl_->forget_questions();
 }
 StoreMode StoreScheduler::mode() const noexcept { return impl_->mode; }
 
@@ -237,7 +238,11 @@ void StoreScheduler::restrict(RequestId id, RequestAccess access) {
         w.put(raw(id));
         w.put(static_cast<std::uint8_t>((access.load ? 1 : 0) | (access.save ? 2 : 0)));
       });
-  impl_->remember(id).access = access;
+  Request& request = impl_->remember(id);
+  request.access = access;
+  if (!access.load && request.lookup.state == detail::LookupState::kQueued)
+    request.lookup.state = detail::LookupState::kNone;
+  if (!access.save) impl_->drop_offers(id, request.generation);
 }
 
 void StoreScheduler::advanced(RequestId id, std::uint32_t accepted_tokens, const HashList& hashes) {

@@ -14,6 +14,11 @@
 #include "store/worker_impl.h"
 
 namespace kvprism {
+namespace {
+
+constexpr std::size_t kMostRefused = 64;  // jobs; one of a plan is enough to know it by
+
+}  // namespace
 
 void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
                              const std::vector<FailedChunk>& failed) {
@@ -30,7 +35,12 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
   placed.first_failed = static_cast<std::uint32_t>(report->failed.size());
   placed.num_failed = static_cast<std::uint32_t>(failed.size());
   report->jobs.push_back(placed);
-  report->failed.insert(report->failed.end(), failed.begin(), failed.end());
+  try {
+    report->failed.insert(report->failed.end(), failed.begin(), failed.end());
+  } catch (...) {
+    report->jobs.pop_back();  // it would name the chunks of whoever comes next
+    throw;
+  }
 }
 
 // The scheduler waits for the ends of jobs. One that this worker does not know has told them in a
@@ -51,16 +61,26 @@ void StoreWorker::Impl::answer(const StepPlanView& plan) {
   if (unknown != 0) count([&](StoreWorkerCounters& c) { c.jobs_unknown += unknown; });
 }
 
+bool StoreWorker::Impl::was_refused(std::uint64_t epoch, JobId id) const {
+  return std::find(refused.begin(), refused.end(), std::pair(epoch, id)) != refused.end();
+}
+
 // A refused plan's jobs have ended: no call was made for them.
 SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
                                        const Error& why) {
   for (const JobId id : ids) {
     // A damaged copy of an earlier plan: its job may be running, and must not be told as quiet.
     if (epoch == bound_epoch && raw(id) <= last_job) continue;
+    if (was_refused(epoch, id)) continue;
     JobReport entry;
     entry.job = id;
     entry.outcome = JobOutcome::kFailed;
     entry.quiet = 1;
+    // First: what is told must not run, should the whole plan follow its damaged copy.
+    if (bound_epoch == 0 || epoch == bound_epoch) {
+      if (refused.size() == kMostRefused) refused.erase(refused.begin());
+      refused.emplace_back(epoch, id);
+    }
     tell(epoch, entry, {});
   }
   count([](StoreWorkerCounters& c) { ++c.plans_refused; });
@@ -155,11 +175,11 @@ void StoreWorker::Impl::check_objects(const SegmentMap& map, const StoreCapabili
 
 bool StoreWorker::Impl::take_inbox(Instant now) {
   bool moved = false;
-  std::unique_ptr<Job> job;
-  while (inbox.try_pop(job)) {
-    job->deadline = now + job->timeout;
-    (job->kind == JobKind::kLoad ? loads : saves).push_back(job.get());
-    jobs.push_back(std::move(job));
+  while (arriving || inbox.try_pop(arriving)) {
+    Job& job = *arriving;
+    job.deadline = now + job.timeout;
+    (job.kind == JobKind::kLoad ? loads : saves).push_back(&job);
+    jobs.push_back(std::move(arriving));
     moved = true;
   }
   return moved;
@@ -168,11 +188,9 @@ bool StoreWorker::Impl::take_inbox(Instant now) {
 bool StoreWorker::Impl::expire(Instant now) {
   bool moved = false;
   for (const auto& job : jobs) {
-    if (job->told) continue;
-    if (job->issued() && job->unanswered == 0) {  // a job without anything to move on this rank
-      tell_outcome(*job, job->failed.empty() ? JobOutcome::kOk : JobOutcome::kPartial);
+    if (tell_ends(*job)) {  // a job without anything to move on this rank, for one
       moved = true;
-    } else if (job->deadline <= now) {
+    } else if (!job->told && job->deadline <= now) {
       list_unfetched(*job, ItemStatus::kTimedOut);
       tell_outcome(*job, JobOutcome::kExpired);
       moved = true;
@@ -183,7 +201,7 @@ bool StoreWorker::Impl::expire(Instant now) {
 
 // Forgets jobs that have told both ends.
 bool StoreWorker::Impl::retire() {
-  const auto done = [](const std::unique_ptr<Job>& job) { return job->told && job->calls == 0; };
+  const auto done = [](const std::unique_ptr<Job>& job) { return job->told_quiet; };
   if (std::none_of(jobs.begin(), jobs.end(), done)) return false;
   const auto gone = [](const Job* job) { return job->told; };
   loads.erase(std::remove_if(loads.begin(), loads.end(), gone), loads.end());
@@ -306,6 +324,17 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
           "this plan or a later one was taken"}});
     return {false, why.what(), why.problems()};
   }
+  for (std::size_t i = 0; i < plan.jobs.size(); ++i) {
+    const JobId id = plan.jobs[i].id;
+    if (!impl_->was_refused(plan.epoch, id)) continue;
+    for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
+    return impl_->refuse(
+        plan.epoch, refused,
+        Error(ErrorCode::kMismatch, "step plan",
+              {{"jobs[" + std::to_string(i) + "].id", std::to_string(raw(id)),
+                "a job that has not ended",
+                "a damaged copy of the plan was refused, and its blocks were given back"}}));
+  }
   // Also of a plan that finds no room: its jobs are told as failed, so it must not run later.
   impl_->bound_epoch = plan.epoch;
   impl_->last_step = plan.step;
@@ -366,38 +395,53 @@ bool StoreWorker::poll(WorkerReport& out) {
   return false;
 }
 
+template <class Step>
+auto StoreWorker::Impl::counting_errors(Step&& step) {
+  try {
+    return step();
+  } catch (...) {
+    count([](StoreWorkerCounters& c) { ++c.pump_errors; });
+    throw;
+  }
+}
+
 bool StoreWorker::pump(Instant now) {
   Impl& w = *impl_;
-  bool moved = w.take_completions(now);
-  moved |= w.take_inbox(now);
-  moved |= w.expire(now);
-  while (w.gets_open < w.options.max_gets_in_flight && w.issue(w.loads, false, now)) moved = true;
-  while (w.puts_open < w.options.max_puts_in_flight && w.issue(w.saves, true, now)) moved = true;
-  moved |= w.take_completions(now);
-  moved |= w.retire();
-  return moved;
+  return w.counting_errors([&] {
+    bool moved = w.take_completions(now);
+    moved |= w.take_inbox(now);
+    moved |= w.expire(now);
+    while (w.gets_open < w.options.max_gets_in_flight && w.issue(w.loads, false, now)) moved = true;
+    while (w.puts_open < w.options.max_puts_in_flight && w.issue(w.saves, true, now)) moved = true;
+    moved |= w.take_completions(now);
+    moved |= w.retire();
+    return moved;
+  });
 }
 
 CloseReport StoreWorker::close(Instant now, Duration budget) {
-  Impl& w = *impl_;
+  return impl_->counting_errors([&] { return impl_->close(now, budget); });
+}
+
+CloseReport StoreWorker::Impl::close(Instant now, Duration budget) {
   {
-    const std::lock_guard lock(w.submit_mutex);
-    w.closed = true;
+    const std::lock_guard lock(submit_mutex);
+    closed = true;
   }
-  w.take_inbox(now);
-  for (const auto& job : w.jobs) {
+  take_inbox(now);
+  for (const auto& job : jobs) {
     if (job->told || job->issued()) continue;
-    w.list_unfetched(*job, ItemStatus::kCancelled);
-    w.tell_outcome(*job, JobOutcome::kCancelled);
+    list_unfetched(*job, ItemStatus::kCancelled);
+    tell_outcome(*job, JobOutcome::kCancelled);
   }
-  CloseReport report = w.store->close_store(budget);
-  w.take_completions(now);
-  for (const auto& job : w.jobs) {
-    if (job->told) continue;
-    w.list_unfetched(*job, ItemStatus::kCancelled);
-    w.tell_outcome(*job, JobOutcome::kCancelled);
+  CloseReport report = store->close_store(budget);
+  take_completions(now);
+  for (const auto& job : jobs) {
+    if (tell_ends(*job) || job->told) continue;
+    list_unfetched(*job, ItemStatus::kCancelled);
+    tell_outcome(*job, JobOutcome::kCancelled);
   }
-  w.retire();
+  retire();
   return report;
 }
 

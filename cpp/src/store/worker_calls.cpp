@@ -98,24 +98,42 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
   call->put = put;
   call->began = now;
   const OpId op{next_op++};
-  const bool started =
-      put ? store->start_put(op, batch, now, deadline) : store->start_get(op, batch, now, deadline);
+  // Known before it starts, so that its end is.
+  const auto at = calls.emplace(static_cast<std::uint64_t>(op), std::move(call)).first;
+  bool started = false;
+  try {
+    started = put ? store->start_put(op, batch, now, deadline)
+                  : store->start_get(op, batch, now, deadline);
+  } catch (...) {
+    // A store that has taken the batch may have begun: only it can say when that is quiet.
+    if (batch != nullptr) {
+      calls.erase(at);
+    } else {
+      begin(*at->second);
+    }
+    throw;
+  }
   if (!started) {
+    call = std::move(at->second);
+    calls.erase(at);
     for (const auto& [job, cursor] : call->jobs) job->cursor = cursor;
     idle_batches.give(std::move(batch));
     idle_calls.give(std::move(call));
     return false;
   }
-  for (const auto& [job, cursor] : call->jobs) ++job->calls;
-  for (const Item& item : call->items) ++item.job->unanswered;
-  ++(put ? puts_open : gets_open);
-  bytes_in_flight += call->bytes;
-  calls.emplace(static_cast<std::uint64_t>(op), std::move(call));
+  begin(*at->second);
+  return true;
+}
+
+void StoreWorker::Impl::begin(const Call& call) {
+  for (const auto& [job, cursor] : call.jobs) ++job->calls;
+  for (const Item& item : call.items) ++item.job->unanswered;
+  ++(call.put ? puts_open : gets_open);
+  bytes_in_flight += call.bytes;
   count([&](StoreWorkerCounters& c) {
-    ++(put ? c.puts : c.gets);
+    ++(call.put ? c.puts : c.gets);
     c.bytes_in_flight = bytes_in_flight;
   });
-  return true;
 }
 
 void StoreWorker::Impl::count_item(OpId op, const Call& call, const Item& item,
@@ -151,7 +169,6 @@ void StoreWorker::Impl::finish_items(OpId op, Call& call, const std::vector<Item
   for (std::size_t i = 0; i < call.items.size(); ++i) {
     const Item& item = call.items[i];
     Job& job = *item.job;
-    --job.unanswered;
     const StoreIndex place = *places[raw(item.group)];
     segments += map->segments_per_block(place);
     ItemResult result = i < results.size() ? results[i] : ItemResult{ItemStatus::kFailed, 0};
@@ -175,16 +192,35 @@ void StoreWorker::Impl::finish_items(OpId op, Call& call, const std::vector<Item
   (call.put ? counters.bytes_stored : counters.bytes_fetched) += moved;
 }
 
+// A job whose account does not add up has failed as a whole: nobody can say which chunks are there.
 void StoreWorker::Impl::tell_outcome(Job& job, JobOutcome outcome) {
-  job.told = true;
   JobReport entry;
   entry.job = job.id;
-  entry.outcome = outcome;
+  entry.outcome = job.adds_up() ? outcome : JobOutcome::kFailed;
+  if (entry.outcome == JobOutcome::kFailed) job.failed.clear();
   entry.quiet = job.calls == 0 ? 1 : 0;
   entry.objects = job.objects;
   entry.duplicates = job.duplicates;
   entry.bytes = job.bytes;
   tell(job.epoch, entry, job.failed);
+  job.told = true;
+  job.told_quiet = entry.quiet != 0;
+}
+
+// Tells what of the job's two ends has come and is not told. An exception on the way leaves it to
+// the next turn.
+bool StoreWorker::Impl::tell_ends(Job& job) {
+  if (!job.told && job.issued() && job.unanswered == 0) {
+    tell_outcome(job, job.failed.empty() ? JobOutcome::kOk : JobOutcome::kPartial);
+    return true;
+  }
+  if (!job.told || job.told_quiet || job.calls != 0) return false;
+  JobReport entry;
+  entry.job = job.id;
+  entry.quiet = 1;
+  tell(job.epoch, entry, {});
+  job.told_quiet = true;
+  return true;
 }
 
 // Everything without a good answer counts as failed: chunks not asked for, and chunks without an
@@ -212,34 +248,31 @@ bool StoreWorker::Impl::take_completions(Instant now) {
     const auto it = calls.find(static_cast<std::uint64_t>(completion.op));
     if (it == calls.end()) continue;
     Call& call = *it->second;
-    if (completion.outcome && !call.outcome) {
+    const bool ends = completion.outcome && !call.outcome;
+    std::unique_ptr<Call> over;
+    // What cannot fail comes first: it happens once.
+    if (ends) {
       call.outcome = true;
       --(call.put ? puts_open : gets_open);
-      finish_items(completion.op, call, completion.items, now);
-      if (!completion.quiet) count([](StoreWorkerCounters& c) { ++c.unquiet_calls; });
+      for (const Item& item : call.items) --item.job->unanswered;
     }
-    // The outcome of a job that this call completes is told before its quiet.
     for (const auto& [job, cursor] : call.jobs) {
       if (completion.quiet) --job->calls;
-      if (!job->told && job->issued() && job->unanswered == 0) {
-        tell_outcome(*job, job->failed.empty() ? JobOutcome::kOk : JobOutcome::kPartial);
-      } else if (job->told && completion.quiet && job->calls == 0) {
-        JobReport entry;
-        entry.job = job->id;
-        entry.quiet = 1;
-        tell(job->epoch, entry, {});
-      }
     }
     if (completion.quiet) {
       bytes_in_flight -= call.bytes;
-      count([&](StoreWorkerCounters& c) {
-        if (!completion.outcome) --c.unquiet_calls;
-        c.bytes_in_flight = bytes_in_flight;
-      });
-      if (completion.batch) idle_batches.give(std::move(completion.batch));
-      idle_calls.give(std::move(it->second));
+      over = std::move(it->second);
       calls.erase(it);
+      if (completion.batch) idle_batches.give(std::move(completion.batch));
     }
+    count([&](StoreWorkerCounters& c) {
+      if (ends && !completion.quiet) ++c.unquiet_calls;
+      if (!completion.outcome && completion.quiet) --c.unquiet_calls;
+      c.bytes_in_flight = bytes_in_flight;
+    });
+    if (ends) finish_items(completion.op, call, completion.items, now);
+    for (const auto& [job, cursor] : call.jobs) tell_ends(*job);
+    if (over) idle_calls.give(std::move(over));
   }
   return moved;
 }

@@ -74,7 +74,8 @@ struct StoreWorker::Impl {
   std::uint64_t last_step = 0;    // of that epoch
   std::uint64_t first_job = 0;    // taken, 0: none yet; an earlier worker may have had those before
   std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
-  std::vector<std::uint64_t> alive;  // ids taken that are not over
+  std::vector<std::uint64_t> alive;                      // ids taken that are not over
+  std::vector<std::pair<std::uint64_t, JobId>> refused;  // the last that refuse() told: epoch, id
   bool closed = false;
   detail::Pool<Job> idle_jobs;
   std::mutex outbox_mutex;
@@ -84,6 +85,7 @@ struct StoreWorker::Impl {
   std::vector<StoreGroupCounters> group_counters;  // by GroupId
 
   // Of the thread that pumps.
+  std::unique_ptr<Job> arriving;  // out of the inbox, not in `jobs` yet
   std::vector<std::unique_ptr<Job>> jobs;
   std::deque<Job*> loads;
   std::deque<Job*> saves;
@@ -117,14 +119,17 @@ struct StoreWorker::Impl {
   void answer(const StepPlanView& plan);
   void tell(std::uint64_t epoch, const JobReport& entry, const std::vector<FailedChunk>& failed);
   SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, const Error& why);
+  bool was_refused(std::uint64_t epoch, JobId id) const;
   std::optional<Error> why_refused(const StepPlanView& plan);
   void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
   void add_run(const RunRecord& run, JobKind kind, Job& job) const;
 
+  void begin(const Call& call);
   void finish_items(OpId op, Call& call, const std::vector<ItemResult>& results, Instant now);
   void count_item(OpId op, const Call& call, const Item& item, const ItemResult& result,
                   Duration took);
   void tell_outcome(Job& job, JobOutcome outcome);
+  bool tell_ends(Job& job);
   void list_unfetched(Job& job, ItemStatus status);
   bool take_completions(Instant now);
   bool take_inbox(Instant now);
@@ -134,6 +139,9 @@ struct StoreWorker::Impl {
   std::uint64_t room_for_puts() const;
   bool must_wait(const Job& job, std::uint64_t room);
   bool retire();
+  CloseReport close(Instant now, Duration budget);
+  template <class Step>
+  auto counting_errors(Step&& step);
 };
 
 }  // namespace kvprism

@@ -35,12 +35,19 @@ struct Job {
   std::uint32_t unanswered = 0;  // items of calls without an outcome
   std::uint32_t calls = 0;       // calls that are not quiet
   bool told = false;             // its outcome is in a report
+  bool told_quiet = false;
   std::vector<FailedChunk> failed;
   std::uint32_t objects = 0;
   std::uint32_t duplicates = 0;
   std::uint64_t bytes = 0;
 
   bool issued() const noexcept { return cursor.run >= runs.size(); }
+  // Every chunk has arrived or is listed. Not so where an exception has come in between.
+  bool adds_up() const noexcept {
+    std::uint64_t planned = 0;
+    for (const RunRecord& run : runs) planned += run.count;
+    return objects + failed.size() == planned;
+  }
   void reset() {
     ready = ReadyToken::host();
     runs.clear();
@@ -50,6 +57,7 @@ struct Job {
     unanswered = 0;
     calls = 0;
     told = false;
+    told_quiet = false;
     failed.clear();
     objects = 0;
     duplicates = 0;
@@ -83,6 +91,7 @@ struct Call {
 template <class T>
 class Pool {
  public:
+  Pool() { idle_.reserve(kMost); }
   std::unique_ptr<T> take() {
     if (idle_.empty()) return std::make_unique<T>();
     std::unique_ptr<T> item = std::move(idle_.back());
@@ -90,7 +99,7 @@ class Pool {
     return item;
   }
   // Beyond some, what a burst has grown goes back to the system.
-  void give(std::unique_ptr<T> item) {
+  void give(std::unique_ptr<T> item) noexcept {
     if (idle_.size() < kMost) idle_.push_back(std::move(item));
   }
 

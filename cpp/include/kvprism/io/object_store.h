@@ -166,7 +166,8 @@ class KVPRISM_API ObjectStore : public OneUser {
   virtual void add_region(const Region& region) = 0;
   virtual void remove_region(const Region& region) = 0;
 
-  // Take the batch and return true, or leave it alone and return false (queue full, closed).
+  // Take the batch and return true, or leave it alone and return false (queue full, closed). One
+  // that throws has begun nothing if it leaves the batch alone; else its quiet is still to come.
   // Not started by `deadline`: ends as kTimedOut and quiet.
   virtual bool start_put(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                          Instant deadline) = 0;

@@ -70,7 +70,7 @@ class KVPRISM_API JobLedger {
   void notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now);
 
   // The rank's process has ended: nothing that it had not told will be, and its memory is gone with
-  // it. Of all jobs alive it counts as failed and quiet.
+  // it. Of all jobs alive it counts as failed and quiet; later ones are its successor's.
   void rank_gone(Rank rank, Instant now);
 
   // Expires outcomes and moves jobs to quarantine.

@@ -36,8 +36,8 @@ struct StoreWorkerOptions {
   std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
 };
 
-// Why a plan was not taken, as a whole. Its jobs are reported failed and quiet, but for a plan that
-// was taken before.
+// Why a plan was not taken, as a whole. Its jobs are reported failed and quiet, each once, but for
+// a plan that was taken before. One whose damaged copy came first is refused: its jobs have ended.
 struct SubmitResult {
   bool accepted = true;
   std::string refusal;            // names the field, both values and what was expected
@@ -59,6 +59,7 @@ struct StoreWorkerCounters {
   std::uint64_t unquiet_calls = 0;    // ended, native code may still touch memory
   std::uint64_t bytes_in_flight = 0;  // now: of calls that are not quiet
   std::uint64_t saves_held_up = 0;    // times that a put began to wait for max_bytes_in_flight
+  std::uint64_t pump_errors = 0;      // exceptions out of pump() and close()
 };
 
 // What this rank has moved of one group's blocks.
@@ -98,7 +99,9 @@ class KVPRISM_API StoreWorker : public OneUser {
   // Replaces `out` by everything that has happened since the last call; false when nothing has.
   bool poll(WorkerReport& out);
 
-  // Starts calls and takes completions, without waiting. True when something moved.
+  // Starts calls and takes completions, without waiting. True when something moved. After an
+  // exception, of the store or for want of memory, it may be called again: a job that the exception
+  // has hit ends as failed.
   bool pump(Instant now);
 
   // Nothing new is started; what has not started is cancelled; waits at most `budget` for the rest.
