@@ -168,8 +168,10 @@ void replicate(SeededRandom& random, CacheConfig& config) {
   }
 }
 
-// Windows beside groups whose tokens decode context ranks share; chunks may be either.
+// Windows beside groups whose tokens decode context ranks share; attention chunks may be either,
+// but where hits end inside blocks theirs hold one hash.
 void share_tokens(SeededRandom random, CacheConfig& config) {
+  const bool fine = config.hash_block_size.has_value();
   const bool fits = config.hash_block_size.value_or(2) % 2 == 0;
   if (config.parallel.tp == 1 || config.parallel.dcp > 1 || !fits || random.chance(1, 2)) return;
   bool windows = false;
@@ -177,8 +179,8 @@ void share_tokens(SeededRandom random, CacheConfig& config) {
     const std::string kind = first_spec(group).kind;
     const bool window = kind.starts_with("sliding_window");
     windows |= window;
-    if (!window && (kind != "chunked_local_attention" || random.chance(1, 2))) continue;
-    change_specs(group, [](CacheSpec& spec) { spec.dcp_sharded = false; });
+    const bool apart = kind == "chunked_local_attention" && (random.chance(1, 2) || fine);
+    if (window || apart) change_specs(group, [](CacheSpec& spec) { spec.dcp_sharded = false; });
   }
   if (windows) config.parallel.dcp = 2;
 }
