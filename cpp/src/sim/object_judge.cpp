@@ -30,7 +30,7 @@ ObjectJudge::ObjectJudge(std::vector<GroupModel> whole, std::vector<std::vector<
     stored_.push_back(&group);
     if (group.family != g) continue;
     ++families_;
-    if (group.draft && group.kind != GroupModel::Kind::kState) ++draft_families_;
+    if (group.draft) ++draft_families_;
   }
   seen_.resize(stored_.size());
   for (std::size_t stored = 0; stored < stored_.size(); ++stored) {
@@ -233,8 +233,8 @@ bool ObjectJudge::lacks_behind(std::size_t stored, const TokenTrail& trail, std:
   if (behind == Behind::kNothing || !group.draft || group.kind == GroupModel::Kind::kState)
     return false;
   const bool prefix = group.kind == GroupModel::Kind::kFull;
-  // With several of them, one may have shown its object behind a longer prefix; and behind the end
-  // of an attention chunk there is nothing to show.
+  // With several of them, states among them, one may have shown its object behind a longer prefix;
+  // and behind the end of an attention chunk there is nothing to show.
   const bool chunked = group.kind == GroupModel::Kind::kChunk;
   if (behind == Behind::kCertain && !prefix && (chunked || draft_families_ > 1)) return false;
   const std::uint32_t end = tokens + (group.fine ? shape_.alignment : group.tokens);
