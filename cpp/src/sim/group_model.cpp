@@ -81,6 +81,7 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
       model.window = *group.spec.sliding_window + group.spec.extra_retained_tokens;
     if (group.spec.attention_chunk_size) model.window = *group.spec.attention_chunk_size;
     model.gap_window = group.spec.rswa_window.value_or(0);
+    model.prefill_ranks = projection.parallel().pcp;
     model.replay = group.spec.replay_tokens.value_or(0);
     if (const auto* attention = std::get_if<AttentionPayload>(&group.spec.payload)) {
       const std::uint32_t held = attention->num_kv_heads * projection.parallel().tp;

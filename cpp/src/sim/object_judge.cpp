@@ -98,7 +98,7 @@ std::string ObjectJudge::read_key(std::string_view key, ObjectPlace& place) cons
     }
   }
   if (place.stage >= stages_.size() || place.shard >= shape_.tp / sharing(index) ||
-      place.pcp >= shape_.pcp || dcp != place.shard % shape_.dcp) {
+      place.pcp >= shape_.pcp || dcp != context_rank(place)) {
     return "a key of no rank: " + shown;
   }
   return "";

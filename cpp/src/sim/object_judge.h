@@ -117,6 +117,11 @@ class ObjectJudge {
   std::uint32_t sharing(std::size_t stored) const noexcept {
     return shape_.dcp > 1 ? 1 : stored_[stored]->replicas;
   }
+  // As many prefill ranks as context ranks are the context ranks; else tensor ranks are.
+  std::uint32_t context_rank(const ObjectPlace& place) const noexcept {
+    const bool over_prefill = shape_.pcp > 1 && shape_.dcp == shape_.pcp;
+    return (over_prefill ? place.pcp : place.shard) % shape_.dcp;
+  }
   bool holds(std::uint32_t stage, std::size_t stored) const noexcept {
     return stages_[stage][raw(stored_[stored]->id)].layers() != 0;
   }

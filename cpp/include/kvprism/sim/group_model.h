@@ -37,6 +37,7 @@ struct GroupModel {
   std::uint32_t replay = 0;      // of a ring
   std::uint32_t extra = 0;       // blocks of a table behind the one with the state
   std::uint32_t replicas = 1;    // neighbouring tensor ranks that hold the same bytes
+  std::uint32_t prefill_ranks = 1;
   // A hit needs one more object behind it, which is computed anew. Counts for all of a family.
   bool draft = false;
   std::size_t family = 0;                 // the first stored group of an equal spec
@@ -48,13 +49,15 @@ struct GroupModel {
                   std::uint32_t prefill_rank = 0) const noexcept {
     return of_rank(shapes[layer], tensor_rank, prefill_rank);
   }
-  // A page as another tensor rank holds it. Ranks that share tokens, and replicas, hold the same
-  // heads.
+  // A page as another rank holds it. Ranks that share tokens, and replicas, hold the same heads;
+  // where prefill ranks share the tokens, each tensor rank has heads of its own.
   PageShape of_rank(PageShape page, std::uint32_t tensor_rank,
                     std::uint32_t prefill_rank = 0) const noexcept {
+    const bool over_prefill = prefill_ranks > 1 && page.context_ranks == prefill_ranks;
+    const std::uint32_t alike = over_prefill ? replicas : std::max(page.context_ranks, replicas);
     page.prefill_rank = prefill_rank;
-    page.first_head = tensor_rank / std::max(page.context_ranks, replicas) * page.heads;
-    page.context_rank = tensor_rank % page.context_ranks;
+    page.first_head = tensor_rank / alike * page.heads;
+    page.context_rank = (over_prefill ? prefill_rank : tensor_rank) % page.context_ranks;
     return page;
   }
 
