@@ -154,6 +154,11 @@ RequestAccess JobJudge::access(RequestId request) const {
   return found == access_.end() ? RequestAccess{} : found->second;
 }
 
+std::optional<RequestId> JobJudge::asking_request() const {
+  if (open_questions_.empty()) return std::nullopt;
+  return RequestId{*std::min_element(open_questions_.begin(), open_questions_.end())};
+}
+
 void JobJudge::check_allowed(const JobRecord& record) {
   const bool save = record.kind == JobKind::kSave;
   // A load began when it was allocated, which was allowed.

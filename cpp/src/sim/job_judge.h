@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -41,6 +42,8 @@ class JobJudge final : public EngineObserver {
   // From now until it leaves.
   void restrict(RequestId request, RequestAccess access) { access_[raw(request)] = access; }
   RequestAccess access(RequestId request) const;
+  // The oldest request that waits for an answer of the store.
+  std::optional<RequestId> asking_request() const;
   // The next plan with a job does not reach the rank, if it has had one before: a worker answers
   // for no job before its first.
   void lose_plan(std::uint32_t rank) noexcept { losing_ = rank; }

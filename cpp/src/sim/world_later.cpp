@@ -46,10 +46,13 @@ void WorldRun::restrict_late() {
     set_mode(kModes[later_random_.below(kModes.size())]);
     return;
   }
-  const RequestId request = live_[later_random_.below(live_.size())];
+  // Whoever waits for an answer may have a second question.
+  RequestId request = live_[later_random_.below(live_.size())];
+  if (later_random_.chance(1, 2)) request = life_.judge->asking_request().value_or(request);
   RequestAccess access = life_.judge->access(request);
-  access.load = false;
-  trace("request " + std::to_string(raw(request)) + " may no longer load");
+  const bool load = later_random_.chance(1, 2);
+  (load ? access.load : access.save) = false;
+  trace("request " + std::to_string(raw(request)) + " may no longer " + (load ? "load" : "save"));
   life_.scheduler->restrict(request, access);
   life_.judge->restrict(request, access);
 }
