@@ -216,6 +216,40 @@ TEST(Preflight, RdmaDevicesAreNamed) {
   EXPECT_NE(problems[0].expected.find("mlx5_0, mlx5_1"), std::string::npos);
 }
 
+TEST(Preflight, AnRdmaDeviceNeedsAnActivePortWithAnAddress) {
+  const Folder folder;
+  const auto port = [&](const std::string& device, const std::string& state,
+                        const std::string& gid) {
+    const fs::path of = fs::path(device) / "ports" / "1";
+    folder.write(of / "state", state + "\n");
+    folder.write(of / "gids" / "0", "0000:0000:0000:0000:0000:0000:0000:0000\n");
+    folder.write(of / "gids" / "1", gid + "\n");
+  };
+  const std::string free = "0000:0000:0000:0000:0000:0000:0000:0000";
+  port("mlx5_0", "4: ACTIVE", "fe80:0000:0000:0000:b83f:d2ff:fe12:3456");
+  port("mlx5_1", "1: DOWN", "fe80:0000:0000:0000:b83f:d2ff:fe12:3457");
+  port("mlx5_2", "4: ACTIVE", free);
+  fs::create_directory(folder.path() / "mlx5_3");  // tells of no port
+  const std::string path = folder.path().string();
+  const std::vector<std::string> all{"mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"};
+  const std::vector<detail::RdmaPort> ports =
+      detail::list_rdma_ports(path, detail::list_rdma_devices(path));
+  ASSERT_EQ(ports.size(), 3u);
+  EXPECT_TRUE(detail::check_rdma_ports({}, ports).empty()) << "one of them does";
+  EXPECT_TRUE(detail::check_rdma_ports({"mlx5_0", "mlx5_3"}, ports).empty());
+  std::vector<Problem> problems = detail::check_rdma_ports(all, ports);
+  ASSERT_EQ(problems.size(), 2u);
+  EXPECT_EQ(problems[0].path, "rdma_devices[1]");
+  EXPECT_EQ(problems[0].value, "mlx5_1 port 1 is DOWN");
+  EXPECT_EQ(problems[1].path, "rdma_devices[2]");
+  EXPECT_EQ(problems[1].value, "mlx5_2 port 1 is ACTIVE without an address (GID)");
+  problems = detail::check_rdma_ports({}, detail::list_rdma_ports(path, {"mlx5_1", "mlx5_2"}));
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].path, "protocol");
+  EXPECT_EQ(problems[0].value,
+            "mlx5_1 port 1 is DOWN, mlx5_2 port 1 is ACTIVE without an address (GID)");
+}
+
 TEST(Preflight, AllThatIsRegisteredIsCountedForEveryDevice) {
   constexpr std::uint64_t kMiB = 1 << 20;
   const Folder folder;

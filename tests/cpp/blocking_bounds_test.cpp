@@ -219,10 +219,10 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
       end.broken = client == 0;
       return end.broken;
     };
-    script->on_make = [&](int attempt) {
+    script->on_make = [gate, registering](int attempt) {
       if (!registering && attempt == 1) gate->pass();
     };
-    script->on_register = [&](int client, const Region&) {
+    script->on_register = [gate, registering](int client, const Region&) {
       if (registering && client == 1) gate->pass();
     };
     BlockingStoreOptions options = quick();
@@ -230,6 +230,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     options.region_timeout = kvprism::milliseconds(50);
     LogLines lines;
     BlockingStore store(factory_of(script), options);
+    const std::shared_ptr<void> at_end(nullptr, [gate](void*) { gate->open(); });
     std::array<std::byte, 64> memory{};
     const Region first{memory.data(), 32, -1};
     const Region second{memory.data() + 32, 32, -1};

@@ -49,7 +49,7 @@ int kvprism_mutant = std::getenv("KVPRISM_MUTANT") ? std::atoi(std::getenv("KVPR
 ROW = json.loads((HERE / "units.json").read_text("utf-8"))
 TEST_OF = {row["id"]: row["test"] for row in ROW}
 HANGS = {row["id"] for row in ROW if row.get("hangs")}
-BOUND_SECONDS = 60.0  # of one test, which takes some seconds at most
+BOUND_SECONDS = 30.0  # of one test, which takes some seconds at most
 
 
 def build() -> Path:

@@ -555,9 +555,11 @@ void check_master(const MooncakeOptions& options, const HostPort& master) {
 
 void check_rdma(const MooncakeOptions& options) {
   ProblemList problems;
-  problems.append(detail::check_rdma_devices(options.rdma_devices,
-                                             detail::list_rdma_devices(options.rdma_device_folder),
-                                             options.rdma_device_folder));
+  const std::vector<std::string> devices = detail::list_rdma_devices(options.rdma_device_folder);
+  problems.append(
+      detail::check_rdma_devices(options.rdma_devices, devices, options.rdma_device_folder));
+  problems.append(detail::check_rdma_ports(
+      options.rdma_devices, detail::list_rdma_ports(options.rdma_device_folder, devices)));
   problems.append(detail::check_locked_memory(options, {}, detail::read_memory_lock()));
   // Mooncake obeys this variable before the protocol it was given.
   if (const char* forced = std::getenv("MC_FORCE_TCP")) {

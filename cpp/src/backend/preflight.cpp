@@ -135,6 +135,69 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
   return problems;
 }
 
+namespace {
+
+// Zeros and colons alone: the entry is free.
+bool is_address(const std::string& gid) {
+  return gid.find_first_not_of("0:\n") != std::string::npos;
+}
+
+std::string first_line(const std::filesystem::path& file) {
+  std::string line;
+  std::ifstream stream(file);
+  std::getline(stream, line);
+  return line;
+}
+
+}  // namespace
+
+std::vector<RdmaPort> list_rdma_ports(const std::string& folder,
+                                      const std::vector<std::string>& devices) {
+  std::vector<RdmaPort> ports;
+  for (const std::string& device : devices) {
+    const std::filesystem::path of_device = std::filesystem::path(folder) / device / "ports";
+    for (const std::string& number : list_rdma_devices(of_device.string())) {
+      RdmaPort port{device, number, first_line(of_device / number / "state"), false};
+      port.state = port.state.substr(std::min(port.state.size(), port.state.find(' ') + 1));
+      const std::filesystem::path gids = of_device / number / "gids";
+      for (const std::string& index : list_rdma_devices(gids.string())) {
+        port.addressed |= is_address(first_line(gids / index));
+      }
+      ports.push_back(std::move(port));
+    }
+  }
+  return ports;
+}
+
+std::vector<Problem> check_rdma_ports(const std::vector<std::string>& wanted,
+                                      const std::vector<RdmaPort>& ports) {
+  const auto usable = [](const RdmaPort& port) { return port.state == "ACTIVE" && port.addressed; };
+  const auto describe = [](const RdmaPort& port) {
+    return port.device + " port " + port.number + " is " +
+           (port.state != "ACTIVE" ? port.state : "ACTIVE without an address (GID)");
+  };
+  std::vector<Problem> problems;
+  // Of those for which `is_meant` holds one port must do.
+  const auto check = [&](const std::string& path, const auto& is_meant) {
+    std::string found;
+    for (const RdmaPort& port : ports) {
+      if (!is_meant(port)) continue;
+      if (usable(port)) return;
+      found += (found.empty() ? "" : ", ") + describe(port);
+    }
+    if (found.empty()) return;
+    problems.push_back({path, found, "an active port with an address (GID)",
+                        "`ibv_devinfo -v` shows them; bring its link up and give its network "
+                        "interface an address, or choose other devices"});
+  };
+  if (wanted.empty()) check("protocol", [](const RdmaPort&) { return true; });
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    check("rdma_devices[" + std::to_string(i) + "]",
+          [&](const RdmaPort& port) { return port.device == wanted[i]; });
+  }
+  return problems;
+}
+
 MemoryLock read_memory_lock() noexcept {
   MemoryLock result;
   rlimit limit{};

@@ -26,6 +26,22 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
                                         const std::vector<std::string>& present,
                                         const std::string& folder);
 
+// A port of a device, as the kernel tells of it.
+struct RdmaPort {
+  std::string device;
+  std::string number;
+  std::string state;       // "ACTIVE", "DOWN", ...
+  bool addressed = false;  // it has a GID, by which others can reach it
+};
+// Of each device in `folder`, sorted; none of a device that does not tell.
+std::vector<RdmaPort> list_rdma_ports(const std::string& folder,
+                                      const std::vector<std::string>& devices);
+
+// What is wrong with the ports of these devices, none named: of all. One that tells of no port may
+// do. Pure.
+std::vector<Problem> check_rdma_ports(const std::vector<std::string>& wanted,
+                                      const std::vector<RdmaPort>& ports);
+
 struct MemoryLock {
   std::uint64_t limit = 0;  // bytes; the largest value means unlimited
   bool privileged = false;  // the process may lock memory beyond the limit
