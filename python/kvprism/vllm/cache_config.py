@@ -22,7 +22,7 @@ from .._core import (
     SegmentMap,
     SpecRegistry,
 )
-from .meaning import facts_of_options
+from .meaning import attends_sparsely, facts_of_options
 from .problems import Problems
 
 Fields = dict[str, Any]
@@ -290,7 +290,7 @@ def describe(
     projection = projection_of(rows)
     _compare(projection, kv_cache_config, problems)
     problems.raise_if_any("KV cache of this model")
-    facts = key_facts(vllm_config, groups)
+    facts = key_facts(vllm_config, kv_cache_config)
     # vLLM's scheduler knows a wrapper by its first layer, so that keys may say no more of it here;
     # what the others are follows from the model's configuration, which they do say.
     wrapped = key_schema == "kvprism" and any("members" in row for row in rows)
@@ -410,7 +410,7 @@ def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -
         problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
 
 
-def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
+def key_facts(vllm_config: Any, kv_cache_config: Any = None) -> dict[str, Any]:
     """What gives the bytes their meaning, beside what the specs of the groups say."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
@@ -419,7 +419,7 @@ def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
         "revision": model.revision,
         "weights": getattr(model, "quantization", None),
         "dtype": _dtype(model.dtype),
-        "context_interleave": _context_interleave(vllm_config, groups),
+        "context_interleave": _context_interleave(vllm_config, kv_cache_config),
         "hashes": hash_generation(),
         **facts_of_options(vllm_config),
     }
@@ -427,14 +427,33 @@ def key_facts(vllm_config: Any, groups: Collection[Any] = ()) -> dict[str, Any]:
     return {
         "model": str(model.model),
         "model_revision": f"{model.revision or ''};{digest[:32]}",
-        "kv_quantization": str(cache.cache_dtype),
+        "kv_quantization": _kv_quantization(vllm_config, kv_cache_config),
         "hash_algorithm": str(algorithm),
         "hash_is_stable": _hash_is_stable(str(algorithm)),
         "pipeline_split": _pipeline_split(vllm_config),
     }
 
 
-def _context_interleave(vllm_config: Any, groups: Collection[Any]) -> int | None:
+# What an engine may be asked for where sparse attention packs the cache in a way of its own.
+_MAY_BE_PACKED = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
+
+
+def _kv_quantization(vllm_config: Any, kv_cache_config: Any) -> str:
+    """How elements are quantised, by a name that scheduler and workers have alike.
+
+    Sparse attention settles its packing while a worker makes its model, and writes the name into
+    that worker's configuration alone. The bytes of a block tell packings apart, and all know them.
+    """
+    name = str(vllm_config.cache_config.cache_dtype)
+    one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
+    packed = name in _MAY_BE_PACKED and attends_sparsely(vllm_config.model_config)
+    if kv_cache_config is None or not one_stage or not packed:
+        return name
+    strides = sorted({int(tensor.block_stride) for tensor in kv_cache_config.kv_cache_tensors})
+    return f"sparse, {', '.join(map(str, strides))} bytes"
+
+
+def _context_interleave(vllm_config: Any, kv_cache_config: Any) -> int | None:
     """Consecutive tokens that lie on one context rank; None where one rank holds all.
 
     Up to 0.32 a worker settles it just before it makes its connector, and the scheduler never
@@ -452,7 +471,7 @@ def _context_interleave(vllm_config: Any, groups: Collection[Any]) -> int | None
     transfer = vllm_config.kv_transfer_config
     beside_nixl = transfer is not None and transfer.has_connector("NixlConnector")
     if beside_nixl and getattr(parallel, "_allow_auto_resolve_cp_interleave_size", True):
-        return min(int(group.kv_cache_spec.block_size) for group in groups)
+        return min(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups)
     return interleave
 
 

@@ -43,10 +43,11 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
     """Every fact; what is at vLLM's default or has no effect is None."""
     model = vllm_config.model_config
     return {
-        "config": as_json(_config_of(model)),
+        "config": as_json(_as_given(_config_of(model))),
         "code": _code(model),
         "loaded": _loaded(vllm_config.load_config, model),
         "positions": _long_rope(model),
+        "tuned": _tuned(model),
         "draft": _draft(vllm_config),
         "attention": _attention(vllm_config.attention_config),
         "media": _media(model),
@@ -61,6 +62,62 @@ def _config_of(model: Any) -> Any:
     """Also what the user overrides, such as the scaling of positions."""
     to_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
     return None if to_dict is None else to_dict()
+
+
+# What models of vLLM 0.30 to 0.33 write into their configuration while a worker makes them, and the
+# scheduler never sees: it follows from other keys, from the weights or from other facts here.
+WRITTEN_BY_MODELS = {
+    "architectures",
+    "attention_k_eq_v",
+    "attn_temperature_tuning",
+    "bias",
+    "dtype",
+    "expert_hidden_dim",
+    "hidden_act",
+    "image_token_id",
+    "image_token_index",
+    "intermediate_size",
+    "is_mm_prefix_lm",
+    "logits_scaling",
+    "max_model_len",
+    "media_placeholder_token_id",
+    "mlp_bias",
+    "mlp_layer_types",
+    "num_experts",
+    "num_labels",
+    "num_ln_in_parallel_attn",
+    "num_shared_experts",
+    "projector_hidden_act",
+    "route_norm",
+    "router_scaling_factor",
+    "torch_dtype",
+    "use_sep_token",
+    "vision_config",
+}
+
+
+def _as_given(config: Any) -> Any:
+    """A model's configuration without what the model has written into it."""
+    if not isinstance(config, Mapping):
+        return config
+    return {
+        key: _as_given(value)
+        for key, value in config.items()
+        if key not in WRITTEN_BY_MODELS and str(key)[:1] != "_"
+    }
+
+
+def attends_sparsely(model: Any) -> bool:
+    """Whether an indexer chooses what attention reads."""
+    return any("index_topk" in part for part in _parts(_config_of(model)))
+
+
+def _parts(config: Any) -> Iterator[Mapping[str, Any]]:
+    """A configuration and those inside it."""
+    if isinstance(config, Mapping):
+        yield config
+        for value in config.values():
+            yield from _parts(value)
 
 
 def _chosen(part: Any, *names: str) -> dict[str, Any] | None:
@@ -96,6 +153,22 @@ def _long_rope(model: Any) -> list[bool | str] | None:
     fitted = getattr(model, "original_max_model_len", None) == -1
     originals = sorted(set(_originals(_config_of(model) or {}, None)))
     return ["fitted" if fitted else model.max_model_len > each for each in originals] or None
+
+
+# Above it vLLM tunes the temperature of Llama 4's attention, where generation does not say.
+_LLAMA_4_TUNED_ABOVE = 32_768
+
+
+def _tuned(model: Any) -> bool | str | None:
+    """Whether Llama 4 tunes its attention, as far as the engine's options decide it."""
+    kinds = [str(part.get("model_type")) for part in _parts(_config_of(model))]
+    if not any(kind.startswith("llama4") for kind in kinds):
+        return None
+    told = (getattr(model, "override_generation_config", None) or {}).get("attn_temperature_tuning")
+    if told is not None:
+        return bool(told)
+    fitted = getattr(model, "original_max_model_len", None) == -1
+    return "fitted" if fitted else model.max_model_len > _LLAMA_4_TUNED_ABOVE
 
 
 def _originals(config: Mapping[str, Any], outer: int | None) -> Iterator[int]:

@@ -1,0 +1,158 @@
+"""Keys are the same in the scheduler and in workers, where models change their configuration."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import conftest
+import pytest
+import versions
+from kvprism.vllm import cache_config, meaning
+
+# Of draft models, whose configuration keys do not have; of configurations that a model makes for
+# itself; put back at once; words of a comment; or nothing that a configuration's dictionary has.
+ELSEWHERE = {
+    "attr",
+    "attribute_map",
+    "attrs",
+    "buffer_keys",
+    "defer_moe_finalize_max_num_tokens",
+    "draft_vocab_size",
+    "layer_types",
+    "model_type",
+    "n_routed_experts",
+    "no_rope_layers",
+    "num_experts_per_tok",
+    "num_hash_layers",
+    "rope_parameters",
+    "score_function",
+    "target_layer_count",
+}
+WRITTEN = re.compile(
+    r"^[^#\n]*\b(?:hf_config|hf_text_config|text_config|config)\.([a-z][a-z0-9_]*) = ", re.M
+)
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(conftest.model("llama")), enforce_eager=True, block_size=32
+    ).create_engine_config()
+
+
+def revision(vllm_config: Any, config: dict[str, Any], **model: Any) -> str:
+    """The part of keys that says what the model computes."""
+    changed = copy.copy(vllm_config)
+    changed.model_config = copy.copy(vllm_config.model_config)
+    before = vllm_config.model_config.hf_config.to_dict()
+    given = {"hf_config": SimpleNamespace(to_dict=lambda: before | config)} | model
+    for name, value in given.items():
+        object.__setattr__(changed.model_config, name, value)
+    return str(cache_config.key_facts(changed)["model_revision"])
+
+
+@pytest.mark.parametrize("version", ["installed", *sorted(versions.WHEELS)])
+def test_what_models_write_into_their_configuration_is_left_out(version: str) -> None:
+    import vllm
+
+    if version == "installed":
+        root = Path(vllm.__file__).parent
+    else:
+        try:
+            root = versions.folder(version) / "vllm"
+        except versions.UnavailableError as error:
+            pytest.skip(f"cannot be fetched: {error}")
+    sources = [
+        path
+        for folder in ("model_executor/models", "models")
+        for path in (root / folder).rglob("*.py")
+        # Of these the engine's own process calls all, before it makes workers.
+        if path.name != "config.py"
+    ]
+    assert len(sources) > 200
+    written: dict[str, set[str]] = {}
+    for path in sources:
+        for name in WRITTEN.findall(path.read_text("utf-8")):
+            written.setdefault(name, set()).add(path.name)
+    assert {"max_model_len", "attn_temperature_tuning"} <= set(written)
+    known = meaning.WRITTEN_BY_MODELS | ELSEWHERE
+    assert {name: files for name, files in written.items() if name not in known} == {}
+
+
+def test_a_worker_that_has_made_its_model_has_the_keys_of_the_scheduler(vllm_config: Any) -> None:
+    plain = revision(vllm_config, {})
+    # MiniMax-M2, Llama 4, Falcon.
+    written = {"max_model_len": 4096, "attn_temperature_tuning": True, "num_ln_in_parallel_attn": 2}
+    assert revision(vllm_config, written) == plain
+    assert revision(vllm_config, {"text_config": written}) == revision(
+        vllm_config, {"text_config": {}}
+    )
+
+
+def test_llama_4_is_tuned_by_length_where_generation_does_not_say(vllm_config: Any) -> None:
+    short, long = 32_768, 32_769
+    for kind, counts in (("llama", False), ("llama4_text", True)):
+        for config in ({"model_type": kind}, {"text_config": {"model_type": kind}}):
+            seen = [revision(vllm_config, config, max_model_len=each) for each in (1, short, long)]
+            assert seen[0] == seen[1]
+            assert (seen[1] != seen[2]) == counts
+    llama4 = {"model_type": "llama4_text"}
+    tuned = {"override_generation_config": {"attn_temperature_tuning": True}}
+    one, other = (revision(vllm_config, llama4, max_model_len=n, **tuned) for n in (short, long))
+    assert one == other == revision(vllm_config, llama4, max_model_len=long)
+
+
+def sparse_caches(packing: str) -> tuple[Any, Any]:
+    """What a worker has of sparse attention beside its indexer, and what the scheduler has."""
+    import test_layouts
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
+
+    packed = {"dtype": torch.uint8, "cache_dtype_str": packing, "state_content_bytes": 656}
+    plain = {"dtype": torch.bfloat16, "cache_dtype_str": packing}
+    keys = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    rows = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=576,
+        **(packed if packing == "fp8_ds_mla" else plain),
+    )
+    # In the order in which a layer makes them.
+    made, _ = test_layouts.engine("BLNHC", {"0.indexer": keys, "0.attn": rows})
+    return made, planning.generate_scheduler_kv_cache_config([made])
+
+
+def test_a_packing_that_only_workers_know_is_in_the_keys_of_both(vllm_config: Any) -> None:
+    sparse = vllm_config.model_config.hf_config.to_dict() | {"index_topk": 2048}
+
+    def described(cache: Any, dtype: str, ranks: int = 2) -> Any:
+        changed = copy.copy(vllm_config)
+        changed.model_config = copy.copy(vllm_config.model_config)
+        changed.cache_config = copy.copy(vllm_config.cache_config)
+        changed.parallel_config = copy.copy(vllm_config.parallel_config)
+        object.__setattr__(
+            changed.model_config, "hf_config", SimpleNamespace(to_dict=lambda: sparse)
+        )
+        object.__setattr__(changed.cache_config, "cache_dtype", dtype)
+        object.__setattr__(changed.parallel_config, "tensor_parallel_size", ranks)
+        return cache_config.describe(changed, cache, (64, 64), "")
+
+    worker, scheduler = sparse_caches("fp8_ds_mla")
+    one, other = described(worker, "fp8_ds_mla"), described(scheduler, "fp8")
+    assert one.facts == other.facts
+    assert one.schema.fingerprint == other.schema.fingerprint
+    assert one.projection.digest == other.projection.digest
+    unpacked, _ = sparse_caches("auto")
+    assert described(unpacked, "auto").schema.fingerprint != one.schema.fingerprint
+    assert described(worker, "fp8_e5m2").facts["kv_quantization"] == "fp8_e5m2"
