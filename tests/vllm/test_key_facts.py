@@ -105,7 +105,9 @@ def test_llama_4_is_tuned_by_length_where_generation_does_not_say(vllm_config: A
     llama4 = {"model_type": "llama4_text"}
     tuned = {"override_generation_config": {"attn_temperature_tuning": True}}
     one, other = (revision(vllm_config, llama4, max_model_len=n, **tuned) for n in (short, long))
-    assert one == other == revision(vllm_config, llama4, max_model_len=long)
+    assert one == other != revision(vllm_config, llama4, max_model_len=long)
+    elsewhere = revision(vllm_config, llama4, generation_config="/a/folder")
+    assert elsewhere != revision(vllm_config, llama4)
 
 
 def sparse_caches(packing: str) -> tuple[Any, Any]:

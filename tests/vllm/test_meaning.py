@@ -75,7 +75,7 @@ MEANS: dict[str, dict[str, Any]] = {
 # Options that change the bytes only together with others: tests of their own.
 WITH_OTHERS = {
     "CacheConfig": {"enable_prefix_caching", "replayssm_buffer_len", "calculate_kv_scales"},
-    "ModelConfig": {"max_model_len"},
+    "ModelConfig": {"max_model_len", "generation_config", "override_generation_config"},
     "MultiModalConfig": {"video_pruning_method"},
     "ParallelConfig": {
         "pipeline_parallel_size",
@@ -108,7 +108,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
     "ModelConfig": {
         "what is made of the answer": "runner convert pooler_config logits_processors "
         "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay "
-        "generation_config override_generation_config seed word_embeddings_untied_by_checkpoint "
+        "seed word_embeddings_untied_by_checkpoint "
         "enable_return_routed_experts served_model_name io_processor_plugin",
         "the tokens, which are in the hash": "tokenizer tokenizer_mode tokenizer_revision "
         "skip_tokenizer_init enable_prompt_embeds",

@@ -159,7 +159,7 @@ def _long_rope(model: Any) -> list[bool | str] | None:
 _LLAMA_4_TUNED_ABOVE = 32_768
 
 
-def _tuned(model: Any) -> bool | str | None:
+def _tuned(model: Any) -> bool | list[Any] | None:
     """Whether Llama 4 tunes its attention, as far as the engine's options decide it."""
     kinds = [str(part.get("model_type")) for part in _parts(_config_of(model))]
     if not any(kind.startswith("llama4") for kind in kinds):
@@ -168,7 +168,8 @@ def _tuned(model: Any) -> bool | str | None:
     if told is not None:
         return bool(told)
     fitted = getattr(model, "original_max_model_len", None) == -1
-    return "fitted" if fitted else model.max_model_len > _LLAMA_4_TUNED_ABOVE
+    length = "fitted" if fitted else model.max_model_len > _LLAMA_4_TUNED_ABOVE
+    return [str(getattr(model, "generation_config", "auto")), length]
 
 
 def _originals(config: Mapping[str, Any], outer: int | None) -> Iterator[int]:
