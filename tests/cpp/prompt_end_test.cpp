@@ -402,6 +402,23 @@ TEST_F(PromptEndTest, ADraftFindsWhatItsOwnSaveHasLeft) {
   }
 }
 
+// Groups of equal specs are searched as one, so one flag counts for all of them.
+TEST_F(PromptEndTest, WhatProvesADraftsHitIsSavedOfItsWholeFamily) {
+  CacheConfig config = projection->config();
+  config.groups[2] = test::full_group(8, "twin");
+  config.groups[0].is_eagle_group = true;
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  scheduler.reset();
+  StoreSchedulerOptions options;
+  options.epoch = 7;
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  scheduler->prompt(kRequest, 22);
+  const StepPlan& plan = compute(22);
+  ASSERT_THAT(plan.jobs, SizeIs(2));
+  EXPECT_THAT(moves(plan, 1), ElementsAre(Move{0, 2, 13, 20, 4}, Move{1, 2, 33, 20, 4}));
+}
+
 // Hits end on multiples of two hashes.
 TEST_F(PromptEndTest, ADraftsProofIsLookedForAsFarAsItIsSaved) {
   CacheConfig config;
