@@ -349,6 +349,44 @@ TEST_F(SchedulerTest, WhatCouldNotBeReachedIsNotOfferedForAWhile) {
   EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u) << "it may be reached again";
 }
 
+// R51: each prompt lies where nothing can be reached, and each load would cost a client.
+TEST_F(SchedulerTest, AfterThreeLoadsInARowThatReachedNothingNothingIsOfferedForAWhile) {
+  build({test::full_group(16)});
+  const Rows rows({{1, 2, 3, 4}});
+  const auto offered = [&](std::uint8_t salt) {
+    const Hashes hashes(8, salt);
+    exists(hashes, 64);
+    return settle_lookup(65, hashes, 0).external_tokens;
+  };
+  const auto load = [&](std::uint8_t salt, JobOutcome outcome, std::vector<FailedChunk> failed) {
+    ASSERT_EQ(offered(salt), 64u) << int{salt};
+    report(*scheduler->allocated(kRequest, 64, rows.get(), now), outcome, true, std::move(failed));
+    scheduler->finished(kRequest, FinishReason::kCompleted);
+  };
+  const auto fail_with = [](ItemStatus status) {
+    return std::vector<FailedChunk>{{StoreIndex{0}, 0, static_cast<std::uint32_t>(status)}};
+  };
+  load(1, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
+  load(2, JobOutcome::kPartial, fail_with(ItemStatus::kUnavailable));
+  load(3, JobOutcome::kOk, {});
+  load(4, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
+  load(5, JobOutcome::kPartial, fail_with(ItemStatus::kMissing));  // says nothing of the way
+  load(6, JobOutcome::kPartial, fail_with(ItemStatus::kTimedOut));
+  load(7, JobOutcome::kCancelled, {});
+  const std::uint64_t calls = scheduler->counters().lookup_calls;
+  EXPECT_EQ(offered(8), 0u);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_EQ(scheduler->counters().lookup_calls, calls) << "nobody is asked";
+  now = now + seconds(5);
+  load(9, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));  // one finds out
+  EXPECT_EQ(offered(10), 0u);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  now = now + seconds(5);
+  load(11, JobOutcome::kOk, {});
+  load(12, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
+  EXPECT_EQ(offered(13), 64u);
+}
+
 TEST_F(SchedulerTest, WhatFailedAsAWholeIsNotOfferedForAWhile) {
   build({test::full_group(16)});
   const Hashes hashes(8, 1);

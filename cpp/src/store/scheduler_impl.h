@@ -215,6 +215,8 @@ struct StoreScheduler::Impl {
   std::vector<StoreChange> changes;
 
   std::uint32_t refused_saves = 0;    // in a row
+  std::uint32_t unreached_loads = 0;  // in a row: what they asked for could not be reached
+  Instant offers_again{INT64_MIN};    // nothing is offered before
   std::uint64_t fruitless_saves = 0;  // before the first object
   Instant backoff_until{INT64_MIN};
   StoreSchedulerCounters counters;
@@ -399,6 +401,7 @@ struct StoreScheduler::Impl {
   void end_save(const JobEvent& end, Instant now);
   void warn_of_silence(const JobEvent& end);
   void end_load(JobId id, Load& load, const JobEvent& end, bool quiet, Instant now);
+  void count_unreached(const Load& load, const JobEvent& end, Instant now);
   void remember_unloadable(const Load& load, const JobEvent& end, Instant now);
   // What is wrong with a chunk that a load did not bring.
   static ItemStatus finding(const Load& load, const FailedChunk& chunk);

@@ -167,6 +167,25 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
   }
 }
 
+// Where objects lie the store does not tell. When loads fail one after the other, a storage process
+// has died or this engine is cut off: each prefix would cost another load, and mostly a client
+// (R51).
+void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end, Instant now) {
+  constexpr std::uint32_t kLoads = 3;
+  const bool unreached =
+      !load.runs.empty() &&
+      (end.whole || std::any_of(end.failed.begin(), end.failed.end(), [&](const auto& chunk) {
+         const ItemStatus status = finding(load, chunk);
+         return status == ItemStatus::kFailed || status == ItemStatus::kUnavailable ||
+                status == ItemStatus::kTimedOut || status == ItemStatus::kCancelled;
+       }));
+  if (!unreached) {
+    if (end.failed.empty()) unreached_loads = 0;
+  } else if (++unreached_loads >= kLoads) {
+    offers_again = now + options.avoid_failed_for;
+  }
+}
+
 void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet,
                                     Instant now) {
   sort_mismatches(load);  // those of a late report too
@@ -226,6 +245,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
                     const auto status = static_cast<ItemStatus>(chunk.status);
                     return status != ItemStatus::kMissing && status != ItemStatus::kNotReady;
                   }));
+    count_unreached(load, end, now);
   }
   if (Request* const request = find(load.request, load.generation)) {
     request->loading = false;

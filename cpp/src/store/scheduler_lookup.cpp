@@ -141,7 +141,7 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
 
   Request& request = s.remember(id);
   if (!s.take_hashes(request, hashes) || request.bypass || request.loading ||
-      !request.access.load) {
+      !request.access.load || now < s.offers_again) {
     return {};
   }
 
