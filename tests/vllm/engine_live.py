@@ -4,8 +4,8 @@ The first line has ``model``, ``engine`` and ``connector``, and may have ``watch
 notes of byte_watch.py, whose counts are then part of each answer. Each further line has
 ``prompts``, ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and
 ``abort_after``: abort all of them after so many steps, unless it is null; ``settle``: wait for
-the connector's work; ``salt``: of their hashes; and ``reset_running_after``: reset the cache, the
-connector's too, and all that runs, after so many steps. An empty line ends it.
+the connector's work; ``salt``: of their hashes; and ``reset_running``: reset the cache, the
+connector's too, and all that runs, once saves hold blocks. An empty line ends it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def main() -> None:
         if order["abort_after"] is not None:
             outputs = []
             abort(llm.llm_engine, prompts, parameters, order["abort_after"])
-        elif order["reset_running_after"] is not None:
-            outputs, refused = reset_running(
-                llm.llm_engine, prompts, parameters, order["reset_running_after"]
-            )
+        elif order["reset_running"]:
+            outputs, refused = reset_running(llm, prompts, parameters)
         else:
             outputs = llm.generate(prompts, parameters, use_tqdm=False)
         seconds, cpu_seconds = time.monotonic() - at, time.process_time() - cpu
@@ -99,10 +97,9 @@ def abort(engine: Any, prompts: list[Any], parameters: Any, steps: int) -> None:
         engine.step()
 
 
-def reset_running(
-    engine: Any, prompts: list[Any], parameters: Any, steps: int
-) -> tuple[list[Any], int]:
+def reset_running(llm: Any, prompts: list[Any], parameters: Any) -> tuple[list[Any], int]:
     """Their answers, in order, and how often the reset was refused because blocks were in use."""
+    engine = llm.llm_engine
     ended: dict[str, Any] = {}
 
     def step() -> None:
@@ -110,7 +107,7 @@ def reset_running(
 
     for number, prompt in enumerate(prompts):
         engine.add_request(f"reset-{number}", prompt, parameters)
-    for _ in range(steps):
+    while not (engine_run.counters(llm) or {})["ledger"]["blocks_held"]:
         step()
     refused = 0
     while True:

@@ -320,7 +320,7 @@ class LiveEngine:
         max_tokens: int = 16,
         reset: bool = False,
         abort_after: int | None = None,
-        reset_running_after: int | None = None,
+        reset_running: bool = False,
         settle: bool = False,
         salt: str = "",
     ) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class LiveEngine:
                 "max_tokens": max_tokens,
                 "reset": reset,
                 "abort_after": abort_after,
-                "reset_running_after": reset_running_after,
+                "reset_running": reset_running,
                 "settle": settle,
                 "salt": salt,
             }

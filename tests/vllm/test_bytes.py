@@ -66,7 +66,10 @@ def test_a_small_cache_aborts_and_resets(name: str, tmp_path: Path) -> None:
     with (
         LocalMooncake(storage_bytes=1 << 30) as mooncake,
         LiveEngine(
-            path, engine=engine | small, connector=connect(mooncake), watch=notes
+            path,
+            engine=engine | small,
+            connector=connect(mooncake, "CheckedConnector"),
+            watch=notes,
         ) as running,
     ):
         for reset in (False, True):

@@ -68,8 +68,11 @@ def test_the_master_goes_and_comes_back(expected: dict[str, Any]) -> None:
         assert without["hits"] == 0
         lost = without["counters"]
         assert lost["lookups_failed"] + lost["lookups_late"] >= 1
-        # What the engine itself has cached is served without the store.
-        check(engine.serve(harness.prompts()), expected)
+        # What the engine itself has cached is served without the store: nobody is asked.
+        cached = engine.serve(harness.prompts())
+        check(cached, expected)
+        assert [output["cached"] for output in cached["outputs"]] == [608] * 4
+        assert cached["counters"]["lookup_calls"] == lost["lookup_calls"]
 
         mooncake.start_master()
         serve_until_hits(engine, expected)
@@ -91,6 +94,21 @@ def test_the_storage_goes(expected: dict[str, Any]) -> None:
         check(answer, expected)
         assert answer["counters"]["loads"] == answer["counters"]["loads_failed"] == 4
         check(engine.serve(harness.prompts()), expected)
+
+
+def test_a_failed_load_is_an_error_where_the_operator_wants_it() -> None:
+    with (
+        LocalMooncake(storage_bytes=1 << 30) as mooncake,
+        LiveEngine(
+            conftest.model("llama"),
+            engine=ENGINE,
+            connector=harness.kvprism_connector(mooncake.master, load_failure_policy="fail"),
+        ) as engine,
+    ):
+        engine.serve(harness.prompts(), settle=True)
+        mooncake.stop_storage()
+        answer = engine.serve(harness.prompts(), reset=True)
+        assert [output["finish"] for output in answer["outputs"]] == ["error"] * 4
 
 
 def test_a_pool_that_is_too_small(expected: dict[str, Any]) -> None:
@@ -186,6 +204,22 @@ def test_the_cache_is_reset_while_it_is_saved() -> None:
         assert tokens_of(warm) == tokens_of(cold)
         assert warm["hits"] == sum((len(prompt) - 1) // 32 * 32 for prompt in asked)
         assert warm["counters"]["save_chunks_failed"] == 0
+
+
+def test_what_runs_is_reset_while_it_is_saved() -> None:
+    """vLLM refuses while blocks are in use, as it does with its own connector, and then resets."""
+    asked = harness.prompts(**MANY)
+    options = {"purge_settle_seconds": 0.01, **SMALL_CALLS}
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        connector = harness.kvprism_connector(mooncake.master, **options)
+        connector |= {"kv_connector": "CheckedConnector", "kv_connector_module_path": "faulty"}
+        with LiveEngine(conftest.model("llama"), engine=ENGINE, connector=connector) as engine:
+            answer = engine.serve(asked, max_tokens=64, reset_running=True)
+            again = engine.serve(asked, max_tokens=64)
+        assert answer["resets_refused"] > 0
+        assert {output["finish"] for output in answer["outputs"]} == {"length"}
+        assert tokens_of(answer) == tokens_of(again)
+        assert again["counters"]["purges"] == 1
 
 
 def test_two_engines_on_one_host_at_once() -> None:

@@ -1,14 +1,16 @@
-"""Two tensor ranks, each with its own half of every block."""
+"""Two tensor ranks, each with its own half of every block, and when one does not get its half."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import conftest
 import harness
 import pytest
-from harness import Engine
+from harness import Engine, LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
+from test_bytes import right
 
 ENGINE = {"block_size": 32, "tensor_parallel_size": 2}
 
@@ -32,3 +34,29 @@ def test_both_ranks_store_and_load(runs: tuple[dict[str, Any], ...]) -> None:
     assert warm["counters"]["loaded_objects"] == 2 * 76
     assert warm["counters"]["loads_failed"] == 0
     assert harness.largest_logprob_difference(warm, none) <= 1e-5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_does_not_get_what_it_loads(rank: int, tmp_path: Path) -> None:
+    """What either rank lacks is computed by both, whichever tells of it (W-C3)."""
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        connector = harness.kvprism_connector(mooncake.master) | {
+            "kv_connector": "OneRankFailsConnector",
+            "kv_connector_module_path": "faulty",
+        }
+        with LiveEngine(
+            conftest.model("llama"),
+            engine=ENGINE,
+            connector=connector,
+            environment={"FAILING_RANK": str(rank)},
+            watch=tmp_path / "notes",
+        ) as engine:
+            cold = engine.serve(harness.prompts(), settle=True)
+            warm = engine.serve(harness.prompts(), reset=True, settle=True)
+    for answer in (cold, warm):
+        right(answer)
+    assert tokens_of(warm) == tokens_of(cold)
+    counters = warm["counters"]
+    assert counters["loads"] == counters["loads_failed"] > 0
+    assert counters["loaded_tokens"] < counters["hit_tokens"]
+    assert counters["save_chunks_failed"] == 0
