@@ -144,6 +144,7 @@ class JobJudge final : public EngineObserver {
     bool whole = false;          // a rank failed as a whole
     bool named = true;           // its request was there when it was planned
     std::vector<Failed> failed;  // on any rank
+    std::vector<Failed> late;    // told when the outcome was known: true, and nobody's duty
   };
   void check_allowed(const JobRecord& record);
   bool mode_allows(JobKind kind) const noexcept;

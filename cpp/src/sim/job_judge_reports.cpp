@@ -72,9 +72,11 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     const std::uint32_t rank = raw(report.rank);
     const bool quiet_before = everywhere(job.quiet_delivered);
     const bool outcome_before = everywhere(job.outcome_delivered);
-    if (entry.outcome != JobOutcome::kNone && !job.outcome_delivered[rank]) {
+    const auto failed = report.failed_of(entry);
+    if (entry.outcome != JobOutcome::kNone && job.outcome_delivered[rank]) {
+      for (const FailedChunk& chunk : failed) job.late.push_back({rank, chunk});
+    } else if (entry.outcome != JobOutcome::kNone) {
       job.outcome_delivered[rank] = true;
-      const auto failed = report.failed_of(entry);
       for (const FailedChunk& chunk : failed) job.failed.push_back({rank, chunk});
       job.whole |= entry.outcome == JobOutcome::kFailed || entry.outcome == JobOutcome::kCancelled;
     }
@@ -173,6 +175,13 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
 // What a lookup saw and a load did not find is told to be gone.
 void JobJudge::owe_gone(const Job& job, bool present) {
   if (!options_.tell_changes) return;
+  for (const Failed& one : job.late) {
+    for (const Piece& piece : job.pieces) {
+      const bool same = piece.group == one.chunk.group && piece.chunk == one.chunk.chunk;
+      if (same && static_cast<ItemStatus>(one.chunk.status) == ItemStatus::kChecksumMismatch)
+        lost_.insert(piece.content);
+    }
+  }
   std::unordered_set<std::string> told;  // once, whatever ranks miss it
   for (const Failed& one : job.failed) {
     const auto status = static_cast<ItemStatus>(one.chunk.status);
