@@ -14,6 +14,7 @@ from typing import Any
 import conftest
 import kvprism
 import pytest
+import test_halves as halves
 import test_layouts as layouts
 from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
@@ -431,3 +432,69 @@ def test_a_scheduler_that_has_heard_of_no_stage_ends_without_a_core(
     half.shutdown()
     half.shutdown()
     assert "_core" not in vars(half._half())
+
+
+def changed_by_its_model(vllm_config: Any) -> Any:
+    """A worker's configuration as models of vLLM leave it: its cache's dtype and their own."""
+    own = copy.deepcopy(vllm_config)
+    own.cache_config.cache_dtype = "fp8_ds_mla"
+    own.model_config.hf_config.written_by_its_model = True
+    return own
+
+
+def test_what_a_model_makes_of_the_configuration_is_heard(
+    mooncake: LocalMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler in another process than the workers has the configuration of before."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    groups = halves.configuration()
+    vllm_config, _, _ = two_stages()
+    vllm_config.parallel_config.pipeline_parallel_size = 1
+    make_scheduler, _ = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    _, make_worker = roles(changed_by_its_model(vllm_config), mooncake.master, "KVPrismConnector")
+    scheduler, worker = make_scheduler(groups), make_worker(groups, 0)
+    assert words_of([worker]) == {}, "in MultiConnector it is silent"
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+    before = scheduler._described.schema.fingerprint
+    for _ in range(2):
+        scheduler.set_xfer_handshake_metadata_pp_aware(words_of([worker]))
+        known = scheduler._described
+        assert known.facts["kv_quantization"] == "fp8_ds_mla"
+        assert known.schema.fingerprint == worker._describe().schema.fingerprint != before
+
+    # And so a plan is taken.
+    init_none_hash(halves._hash)
+    engine = halves.Engine(mooncake, scheduler._described)
+    half = halves.make_worker(mooncake, groups, worker._describe())
+    tokens = list(range(2 * halves.BLOCK))
+    engine.allocate(engine.request("a", tokens), len(tokens))
+    halves.run(half, engine, engine.step(a=len(tokens)))
+    assert half._worker.group_counters()[0]["stored_objects"] == 2
+    half.close()
+    engine.half.close()
+    scheduler.shutdown()
+
+
+def test_ranks_that_say_otherwise_of_their_bytes_are_refused(
+    mooncake: LocalMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    vllm_config, stages, whole = two_stages(first_has_window=True)
+    make_scheduler, one = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    _, other = roles(changed_by_its_model(vllm_config), mooncake.master, "KVPrismConnector")
+    words = {}
+    for rank, worker in enumerate((one(stages[0], 0), other(stages[1], 1))):
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+        words[rank, 0] = worker.get_handshake_metadata()
+    scheduler = make_scheduler(whole)
+    with pytest.raises(kvprism.ConfigError) as caught:
+        scheduler.set_xfer_handshake_metadata_pp_aware(words)
+    assert str(caught.value) == (
+        "what ranks say of their bytes: 2 problems\n"
+        "  rank (1, 0): config.written_by_its_model = True: expected None, as on rank (0, 0)\n"
+        "  rank (1, 0): kv_quantization = 'fp8_ds_mla': expected 'auto', as on rank (0, 0)"
+    )
+    scheduler.shutdown()

@@ -22,7 +22,7 @@ from .._core import (
     SegmentMap,
     SpecRegistry,
 )
-from .meaning import attends_sparsely, facts_of_options
+from .meaning import as_json, attends_sparsely, facts_of_options
 from .problems import Problems
 
 Fields = dict[str, Any]
@@ -216,7 +216,9 @@ class Described:
 
     projection: Projection
     schema: KeySchema
-    facts: Mapping[str, str]
+    facts: Mapping[str, Any]
+    meaning: Mapping[str, Any]
+    """What the facts say in few words, as JSON."""
 
 
 def describe(
@@ -226,6 +228,7 @@ def describe(
     namespace: str,
     key_schema: str = "kvprism",
     stages: Mapping[int, Collection[int]] | None = None,
+    meaning: Mapping[str, Any] | None = None,
 ) -> Described:
     """The projection and the key schema of an engine.
 
@@ -237,6 +240,8 @@ def describe(
         key_schema: How objects are named: ``kvprism`` or ``vllm``.
         stages: Pipeline rank to the indices of the groups that it holds layers of; None where only
             this rank is known.
+        meaning: What the workers say that their bytes mean; None to go by this process's own
+            configuration.
 
     Raises:
         ConfigError: With every problem at once.
@@ -290,7 +295,9 @@ def describe(
     projection = projection_of(rows)
     _compare(projection, kv_cache_config, problems)
     problems.raise_if_any("KV cache of this model")
-    facts = key_facts(vllm_config, kv_cache_config)
+    if meaning is None:
+        meaning = meaning_of(vllm_config, kv_cache_config)
+    facts = key_facts(vllm_config, meaning)
     # vLLM's scheduler knows a wrapper by its first layer, so that keys may say no more of it here;
     # what the others are follows from the model's configuration, which they do say.
     wrapped = key_schema == "kvprism" and any("members" in row for row in rows)
@@ -299,7 +306,7 @@ def describe(
     if wrapped:
         _compare_shards(schema, KeySchema.make(projection, **facts), problems)
         problems.raise_if_any("KV cache of this model")
-    return Described(projection, schema, facts)
+    return Described(projection, schema, facts, meaning)
 
 
 def _hit_alignment(kv_cache_config: Any, scheduler_block_size: int) -> int | None:
@@ -410,26 +417,32 @@ def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -
         problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
 
 
-def key_facts(vllm_config: Any, kv_cache_config: Any = None) -> dict[str, Any]:
-    """What gives the bytes their meaning, beside what the specs of the groups say."""
+def meaning_of(vllm_config: Any, kv_cache_config: Any = None) -> dict[str, Any]:
+    """What gives the bytes their meaning, beside what the specs of the groups say; as JSON."""
     model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    algorithm = cache.prefix_caching_hash_algo
-    meaning = {
+    return {
+        "model": str(model.model),
         "revision": model.revision,
-        "weights": getattr(model, "quantization", None),
+        "weights": as_json(getattr(model, "quantization", None)),
         "dtype": _dtype(model.dtype),
+        "kv_quantization": _kv_quantization(vllm_config, kv_cache_config),
         "context_interleave": _context_interleave(vllm_config, kv_cache_config),
         "hashes": hash_generation(),
         **facts_of_options(vllm_config),
     }
+
+
+def key_facts(vllm_config: Any, meaning: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the keys say of the engine, beside its groups."""
+    meaning = meaning_of(vllm_config) if meaning is None else meaning
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     digest = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
     return {
-        "model": str(model.model),
-        "model_revision": f"{model.revision or ''};{digest[:32]}",
-        "kv_quantization": _kv_quantization(vllm_config, kv_cache_config),
-        "hash_algorithm": str(algorithm),
-        "hash_is_stable": _hash_is_stable(str(algorithm)),
+        "model": meaning["model"],
+        "model_revision": f"{meaning['revision'] or ''};{digest[:32]}",
+        "kv_quantization": meaning["kv_quantization"],
+        "hash_algorithm": algorithm,
+        "hash_is_stable": _hash_is_stable(algorithm),
         "pipeline_split": _pipeline_split(vllm_config),
     }
 

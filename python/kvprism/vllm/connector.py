@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,12 +13,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 
 from .._core import ObjectStore
-from .cache_config import check_stages, describe, held_groups
+from .cache_config import Described, check_stages, describe, held_groups
 from .contract import check_contract
 from .events import Announcer, wanted
 from .idle_side import IdleSide
+from .meaning import agreed
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .mooncake import open_store
 from .options import read_options
@@ -68,29 +74,39 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                     if wanted(vllm_config)
                     else None
                 ),
-                stages=self._stages({}),
+                stages=self._stages(self._described, {}),
             )
 
-    def _describe(self, stages: Mapping[int, Collection[int]] | None = None) -> Any:
+    def _describe(
+        self,
+        stages: Mapping[int, Collection[int]] | None = None,
+        meaning: Mapping[str, Any] | None = None,
+    ) -> Described:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         config = self._kv_cache_config
         sizes = resolve_kv_cache_block_sizes(config, self._vllm_config)
-        options = self._options
         return describe(
-            self._vllm_config, config, sizes, options.cache_prefix, options.key_schema, stages
+            self._vllm_config,
+            config,
+            sizes,
+            self._options.cache_prefix,
+            self._options.key_schema,
+            stages,
+            meaning,
         )
 
-    def _stages(self, told: Mapping[int, StageMetadata]) -> tuple[StageMetadata, ...]:
+    def _stages(
+        self, described: Described, told: Mapping[int, StageMetadata]
+    ) -> tuple[StageMetadata, ...]:
         """Of several pipeline stages: what each holds. Who says nothing holds all groups."""
         count = self._vllm_config.parallel_config.pipeline_parallel_size
         if count == 1:
             return ()
-        described = self._described
         silent = StageMetadata(
             tuple(range(described.projection.num_groups)), described.schema.fingerprint
         )
-        return tuple(told.get(stage, silent) for stage in range(count))
+        return tuple(replace(told.get(stage, silent), meaning=None) for stage in range(count))
 
     # What kind of connector this is.
 
@@ -228,15 +244,20 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def get_handshake_metadata(self) -> StageMetadata | None:
-        """Which groups this rank holds, if not all: vLLM's scheduler knows stage 0's alone.
+        """What the scheduler cannot know: the groups that this rank holds, since it knows stage
+        0's alone, and what the model has made of vLLM's configuration.
 
-        Only where it must be told: MultiConnector hands it to the other children, too, most of
-        which refuse to hear of a second stage.
+        MultiConnector hands it to its other children, most of which do not understand it: there
+        only a rank that lacks a group speaks.
         """
         held = held_groups(self._kv_cache_config)
-        if self._idle or len(held) == len(self._kv_cache_config.kv_cache_groups):
+        alone = has_kv_transfer_group() and get_kv_transfer_group() is self
+        lacks = len(held) < len(self._kv_cache_config.kv_cache_groups)
+        if self._idle or not (alone or lacks):
             return None
-        return StageMetadata(held, self._describe().schema.fingerprint)
+        described = self._describe()
+        meaning = described.meaning if alone else None
+        return StageMetadata(held, described.schema.fingerprint, meaning)
 
     def _compare_stage(self, stages: Sequence[StageMetadata]) -> None:
         """Says what the scheduler does not know of this stage: it looks for other objects."""
@@ -347,18 +368,23 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         """Of a single stage there is nothing to learn."""
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        """Takes what stages lack, before the first request comes; may be repeated."""
+        """Takes what only workers know, before the first request comes; may be repeated."""
         if self._idle:
             return
-        told = {
-            stage: words
-            for (stage, _), words in metadata.items()
+        ranks = {
+            rank: words
+            for rank, words in metadata.items()
             if isinstance(words, StageMetadata)  # in MultiConnector others' words come here too
         }
-        check_stages(self._described, {stage: words.fingerprint for stage, words in told.items()})
-        stages = self._stages(told)
+        meanings = {rank: words.meaning for rank, words in ranks.items() if words.meaning}
+        meaning = agreed(meanings) if meanings else None
+        described = self._describe(meaning=meaning)
+        told = {stage: words for (stage, _), words in ranks.items()}
+        check_stages(described, {stage: words.fingerprint for stage, words in told.items()})
+        stages = self._stages(described, told)
         held = {stage: words.groups for stage, words in enumerate(stages)}
-        described = self._describe(held if told else None)
+        if any(len(groups) < described.projection.num_groups for groups in held.values()):
+            described = self._describe(held, meaning)
         if self._half().learn(described, stages):
             self._described = described
 

@@ -11,6 +11,8 @@ import enum
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from .problems import Problems
+
 # Where a model lies and who wrote its file do not change what it computes.
 _WITHOUT_MEANING = ("_name_or_path", "name_or_path", "transformers_version")
 
@@ -56,6 +58,35 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
         # A wrapper's key knows its first layer alone.
         "unquantized_layers": sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers) or None,
     }
+
+
+def agreed(told: Mapping[tuple[int, int], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What all ranks say that the bytes mean.
+
+    Args:
+        told: Pipeline and tensor rank to what the rank says; at least one.
+
+    Raises:
+        ConfigError: With everything in which a rank differs from the first.
+    """
+    (first, words), *others = sorted(told.items())
+    wanted, problems = dict(_leaves(words, "")), Problems()
+    for rank, each in others:
+        found = dict(_leaves(each, ""))
+        for path in sorted(wanted.keys() | found.keys()):
+            if found.get(path) != wanted.get(path):
+                expected = f"{wanted.get(path)!r}, as on rank {first}"
+                problems.add(f"rank {rank}: {path}", found.get(path), expected)
+    problems.raise_if_any("what ranks say of their bytes")
+    return words
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{path}.{name}" if path else name)
 
 
 def _config_of(model: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -13,13 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(frozen=True, slots=True)
 class StageMetadata(KVConnectorHandshakeMetadata):
-    """What a pipeline stage holds, told once at start: by a worker that lacks a group to the
-    scheduler, and by the scheduler, as it takes it to be, to every worker."""
+    """What a pipeline stage holds, told once at start: by its workers to the scheduler, and by the
+    scheduler, as it takes it to be, to every worker."""
 
     groups: tuple[int, ...]
     """Indices of the KV cache groups that it has layers of, ascending."""
     fingerprint: str
     """Of its keys; empty where keys have none."""
+    meaning: Mapping[str, Any] | None = None
+    """From a worker: what its bytes mean. Models change vLLM's configuration while they are loaded,
+    and a scheduler in another process has it as it was before."""
 
 
 @dataclass(frozen=True, slots=True)

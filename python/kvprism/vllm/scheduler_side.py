@@ -131,7 +131,7 @@ class SchedulerSide:
     def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> bool:
         """Takes what all pipeline stages hold, and says whether it has; vLLM may repeat it."""
         if "_core" in self.__dict__:
-            if stages == self._heard:
+            if stages == self._heard and described.facts == self._described.facts:
                 return True
             if self._requests or self.pending_work() or self._purge_runs():
                 logger.error(
