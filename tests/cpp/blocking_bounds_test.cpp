@@ -226,7 +226,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
       if (registering && client == 1) gate->pass();
     };
     BlockingStoreOptions options = quick();
-    options.setup_timeout = kvprism::seconds(1);
+    options.setup_timeout = kvprism::milliseconds(500);
     options.region_timeout = kvprism::milliseconds(50);
     LogLines lines;
     BlockingStore store(factory_of(script), options);
@@ -246,7 +246,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     EXPECT_EQ(script->regions_of(third), (std::vector<Region>{first, second}));
     ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 1; }));
     EXPECT_EQ(store.counters().failed_attempts, 1u);
-    EXPECT_EQ(lines.containing("no store client, trying on: it was not made within 1050 ms").size(),
+    EXPECT_EQ(lines.containing("no store client, trying on: it was not made within 550 ms").size(),
               1u);
     gate->open();
     ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));

@@ -117,6 +117,18 @@ def save_and_hang(master: str, number: str) -> None:
     engine.worker.wait(1000.0)
 
 
+def lend_and_wait(master: str, metadata_server: str) -> None:
+    """Lends memory that is found through a service, stores in it, and waits to be ended."""
+    engine = Engine(
+        Elsewhere(master),  # type: ignore[arg-type]
+        metadata_server=metadata_server,
+        global_segment_size=16 << 20,
+    )
+    assert engine.stored(prompt(1)) == 3
+    print("stored", flush=True)
+    sys.stdin.readline()
+
+
 def leave(master: str, how: str) -> None:
     """Ends with open connections and a load behind it, after `close` or without; tells when."""
     engine = Engine(Elsewhere(master))  # type: ignore[arg-type]
@@ -168,5 +180,13 @@ def signals(master: str) -> None:
 
 
 if __name__ == "__main__":
-    programs = (serve, store_and_load, save_and_hang, leave, signals, spawn_and_fork)
+    programs = (
+        serve,
+        store_and_load,
+        save_and_hang,
+        lend_and_wait,
+        leave,
+        signals,
+        spawn_and_fork,
+    )
     {f.__name__: f for f in programs}[sys.argv[1]](*sys.argv[2:])

@@ -87,7 +87,7 @@ class BigEngine:
 
 
 def test_a_call_that_holds_the_gil_is_noticed() -> None:
-    numbers = range(20_000_000)
+    numbers = range(5_000_000)
     with pytest.raises(pytest.fail.Exception, match="stood still"):
         lets_others_run(lambda: sum(numbers), 0.01)
 
@@ -139,21 +139,19 @@ def test_end_of_a_step_with_many_lookups() -> None:
     lets_others_run(look, 0.01)
 
 
-BLOCKS = 400_000
-
-
 class LongPrompt:
-    """A request of 400,000 blocks of 4 tokens, and a worker whose memory has them all."""
+    """A request of many blocks of 4 tokens, and memory for all of them."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, blocks: int, **options: object) -> None:
+        self.blocks = blocks
         group = configs.attention(
             layers=["f0"], block_size=4, num_kv_heads=1, head_size=8, dtype="float16"
         )
         groups = kvprism.Projection(
-            kvprism.CacheConfig.from_dict(configs.config(group, num_blocks=BLOCKS + 1))
+            kvprism.CacheConfig.from_dict(configs.config(group, num_blocks=blocks + 1))
         )
         page = groups.groups()[0].page_size_bytes
-        self.memory: npt.NDArray[np.uint8] = np.zeros(BLOCKS * page + page, dtype=np.uint8)
+        self.memory: npt.NDArray[np.uint8] = np.zeros((blocks + 1) * page, dtype=np.uint8)
         tensor = kvprism.CacheTensor(
             self.memory, layers=["f0"], layer_stride=self.memory.size, block_stride=page
         )
@@ -161,9 +159,9 @@ class LongPrompt:
         self.map = kvprism.SegmentMap(groups, [tensor])
         self.store = kvprism.memory_store()
         self.scheduler = kvprism.StoreScheduler(self.keys, self.store, **options)  # type: ignore[arg-type]
-        self.tokens = 4 * BLOCKS
-        self.hashes = np.random.default_rng(1).integers(256, size=(BLOCKS, 32), dtype=np.uint8)
-        self.rows = [np.arange(1, BLOCKS + 1, dtype=np.int32)]
+        self.tokens = 4 * blocks
+        self.hashes = np.random.default_rng(1).integers(256, size=(blocks, 32), dtype=np.uint8)
+        self.rows = [np.arange(1, blocks + 1, dtype=np.int32)]
 
     def advance(self, request: int = 1) -> None:
         self.scheduler.advanced(request, self.tokens, self.hashes)
@@ -173,7 +171,7 @@ class LongPrompt:
 
 
 def test_hashes_and_blocks_of_a_long_prompt() -> None:
-    prompt = LongPrompt()
+    prompt = LongPrompt(1_600_000)
     requests = iter(range(1, 100))
     lets_others_run(lambda: prompt.advance(next(requests)), 0.005)
     saved = iter(range(1, 100))
@@ -182,7 +180,7 @@ def test_hashes_and_blocks_of_a_long_prompt() -> None:
 
 
 def test_the_plan_of_a_long_prompt() -> None:
-    prompt = LongPrompt()
+    prompt = LongPrompt(800_000)
     prompt.advance()
     prompt.save()
     plan = prompt.scheduler.end_step()
@@ -196,13 +194,13 @@ def test_the_plan_of_a_long_prompt() -> None:
 
 
 def test_a_recorded_step(tmp_path: Path) -> None:
-    prompt = LongPrompt(record_to=str(tmp_path / "run"))
+    prompt = LongPrompt(800_000, record_to=str(tmp_path / "run"))
     requests = iter(range(1, 100))
     lets_others_run(lambda: prompt.advance(next(requests)), 0.01)
 
 
 def test_a_purge_of_many_objects() -> None:
-    prompt = LongPrompt(saved_fresh_for_seconds=0.001)
+    prompt = LongPrompt(100_000, saved_fresh_for_seconds=0.001)
     worker = kvprism.StoreWorker(prompt.keys, prompt.map, prompt.store)
 
     def fill() -> None:
@@ -216,7 +214,7 @@ def test_a_purge_of_many_objects() -> None:
             prompt.scheduler.take_released()
 
     fill()
-    assert prompt.scheduler.counters()["saved_objects"] == BLOCKS
+    assert prompt.scheduler.counters()["saved_objects"] == prompt.blocks
     prompt.scheduler.purge()
     lets_others_run(prompt.scheduler.end_step, 0.01)
     worker.close()

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 
 import kvprism
 import pytest
+from children import Children
 from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port, port_accepts
 from mooncake_helpers import BOUND, Engine, prompt
 
@@ -55,6 +57,20 @@ def metadata_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         process.wait()
 
 
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metadata"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.mark.skipif(not has_network(), reason="only loopback")
 def test_a_service_is_used_and_may_die() -> None:
     with LocalMooncake() as mooncake, metadata_server() as (url, process):
@@ -68,6 +84,66 @@ def test_a_service_is_used_and_may_die() -> None:
         process.wait()
         assert engine.loads_right(prompt(1))
         assert engine.stored(prompt(2)) == 3
+        engine.close()
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[tuple[str, dict[str, bytes]]]:
+    """A service whose entries the test sees."""
+    entries: dict[str, bytes] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def key(self) -> str:
+            return urllib.parse.parse_qs(urllib.parse.urlparse(self.path).query)["key"][0]
+
+        def answer(self, status: int, body: bytes = b"") -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:  # names of the base class
+            found = entries.get(self.key())
+            self.answer(404 if found is None else 200, found or b"")
+
+        def do_PUT(self) -> None:
+            entries[self.key()] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(200)
+
+        def do_DELETE(self) -> None:
+            self.answer(404 if entries.pop(self.key(), None) is None else 200)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as url:
+        yield url, entries
+
+
+@pytest.mark.skipif(not has_network(), reason="only loopback")
+def test_the_entry_of_a_dead_client_costs_a_load_and_nothing_else(children: Children) -> None:
+    flags = {"client_ttl": 1}
+    with LocalMooncake(master_flags=flags) as mooncake, remembering() as (url, entries):
+        lender = children.start("lend_and_wait", mooncake, url)
+        lender.says("stored")
+        left = dict(entries)
+        assert left, "it is not found through the service"
+        lender.end()
+        engine = Engine(
+            mooncake,
+            metadata_server=url,
+            global_segment_size=16 << 20,
+            scheduler={"saved_fresh_for_seconds": 0.001},
+        )
+        assert left.items() <= entries.items(), "nobody takes them away"
+        end = engine.loaded(prompt(1))
+        assert end is None or not end.complete
+        # Until the master has noticed, a save may be sent there too.
+        while engine.stored(prompt(2)) != 3:
+            engine.worker.wait(0.1)
+        assert engine.loads_right(prompt(2))
+        assert left.items() <= entries.items()
+        assert engine.holds_nothing()
         engine.close()
 
 
@@ -98,17 +174,11 @@ def answering(status: int | None) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/metadata"
-    finally:
-        over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        try:
+            yield url
+        finally:
+            over.set()
 
 
 @pytest.mark.parametrize("status", [404, 500, None])

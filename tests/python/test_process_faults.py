@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import kvprism
 import pytest
@@ -21,16 +21,6 @@ pytestmark = pytest.mark.mooncake
 INSTANCES = 16
 EXITS = 2  # of each kind; `make soak` has a hundred
 EXIT_SECONDS = 60.0  # a quiet machine takes less than two
-
-
-@pytest.fixture
-def children() -> Iterator[Children]:
-    """Whatever becomes of the test, its processes end."""
-    owned = Children()
-    try:
-        yield owned
-    finally:
-        owned.end()
 
 
 def test_many_instances_on_one_host(children: Children) -> None:
