@@ -30,6 +30,7 @@ MEANS: dict[str, dict[str, Any]] = {
         "code_revision": "v2",
         "dtype": "torch.float16",
         "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 12345.0}),
+        "hf_overrides": {"hidden_act": "gelu"},
         "quantization": "fp8",
         "quantization_config": {"ignore": ["lm_head"]},
         "model_impl": "transformers",
@@ -112,7 +113,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "enable_return_routed_experts served_model_name io_processor_plugin",
         "the tokens, which are in the hash": "tokenizer tokenizer_mode tokenizer_revision "
         "skip_tokenizer_init enable_prompt_embeds",
-        "what comes to be in hf_config": "hf_text_config hf_config_path config_format hf_overrides "
+        "what comes to be in hf_config": "hf_text_config hf_config_path config_format "
         "is_submodel_config",
         "the specs of the groups": "disable_sliding_window",
         "who may do what": "trust_remote_code allowed_local_media_path allowed_media_domains "

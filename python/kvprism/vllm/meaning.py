@@ -46,6 +46,8 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
     model = vllm_config.model_config
     return {
         "config": as_json(_as_given(_config_of(model))),
+        # Also of what models write: that much of the configuration above is left out.
+        "overrides": _chosen(model, "hf_overrides"),
         "code": _code(model),
         "loaded": _loaded(vllm_config.load_config, model),
         "positions": _long_rope(model),
