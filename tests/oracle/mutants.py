@@ -71,7 +71,7 @@ def build(mutants: list[mechanism.Mutant]) -> None:
         objects.append(BUILD / (source.stem + ".o"))
         command = (
             f"{os.environ.get('CXX', 'g++')} -std=c++20 -O1 -DNDEBUG -fPIC -w -c"
-            f" -I{ROOT}/cpp/include -I{ROOT}/cpp/src -include {BUILD}/mutant.h"
+            f" -DFMT_HEADER_ONLY=1 -I{ROOT}/cpp/include -I{ROOT}/cpp/src -include {BUILD}/mutant.h"
             f" {source} -o {objects[-1]}"
         )
         running.append(subprocess.Popen(shlex.split(command)))
@@ -82,7 +82,8 @@ def build(mutants: list[mechanism.Mutant]) -> None:
     library = Path(kvprism._core.__file__).parent / "lib"
     link = (
         f"{os.environ.get('CXX', 'g++')} -shared -o {LIBRARY} {' '.join(map(str, objects))}"
-        f" -L{library} -lkvprism -Wl,-rpath,{library}"
+        # A helper that is missing is told here, not when it is called.
+        f" -Wl,-z,defs -L{library} -lkvprism -Wl,-rpath,{library}"
     )
     subprocess.run(shlex.split(link), check=True)
 
