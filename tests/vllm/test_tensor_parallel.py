@@ -39,7 +39,7 @@ def test_both_ranks_store_and_load(runs: tuple[dict[str, Any], ...]) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_does_not_get_what_it_loads(rank: int, tmp_path: Path) -> None:
     """What either rank lacks is computed by both, whichever tells of it (W-C3)."""
-    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+    with harness.patient_mooncake() as mooncake:
         connector = harness.kvprism_connector(mooncake.master) | {
             "kv_connector": "OneRankFailsConnector",
             "kv_connector_module_path": "faulty",
@@ -51,12 +51,11 @@ def test_one_rank_does_not_get_what_it_loads(rank: int, tmp_path: Path) -> None:
             environment={"FAILING_RANK": str(rank)},
             watch=tmp_path / "notes",
         ) as engine:
-            cold = engine.serve(harness.prompts(), settle=True)
-            warm = engine.serve(harness.prompts(), reset=True, settle=True)
+            cold = engine.serve(harness.prompts())
+            warm = engine.serve(harness.prompts(), reset=True)
     for answer in (cold, warm):
         right(answer)
     assert tokens_of(warm) == tokens_of(cold)
     counters = warm["counters"]
     assert counters["loads"] == counters["loads_failed"] > 0
     assert counters["loaded_tokens"] < counters["hit_tokens"]
-    assert counters["save_chunks_failed"] == 0
