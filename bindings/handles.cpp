@@ -145,6 +145,14 @@ BoundWorker::BoundWorker(const std::shared_ptr<const KeySchema>& schema, nb::han
     // Registers memory, which takes a while; the Python objects behind the arguments stay alive.
     const GilFree released;
     worker_ = std::make_shared<StoreWorker>(schema, map_, store_, options);
+  } catch (const Error& error) {
+    store->return_store();
+    if (error.code() == ErrorCode::kTimedOut) {
+      // A native call may still be registering the memory: kept until the process ends.
+      nb::set_leak_warnings(false);
+      map_object_.release();
+    }
+    throw;
   } catch (...) {
     store->return_store();
     throw;

@@ -81,7 +81,7 @@ TEST(BlockingStore, ServiceThatDoesNotAnswerIsAskedOnceInAnInterval) {
     EXPECT_EQ(counters.probes, 0u) << "not before the interval is over";
   }
   EXPECT_EQ(script->made, 1);
-  EXPECT_EQ(lines.containing("does not answer").size(), 1u);
+  EXPECT_EQ(lines.awaited("does not answer").size(), 1u);
   EXPECT_EQ(lines.containing("is replaced").size(), 0u);
 }
 
@@ -108,8 +108,8 @@ TEST(BlockingStore, ServiceThatAnswersAgainIsUsedAgain) {
   ASSERT_TRUE(ends.wait_quiet(2));
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
   EXPECT_EQ(script->made, 1);
-  EXPECT_EQ(lines.containing("does not answer").size(), 1u);
-  EXPECT_EQ(lines.containing("answers again").size(), 1u);
+  EXPECT_EQ(lines.awaited("does not answer").size(), 1u);
+  EXPECT_EQ(lines.awaited("answers again").size(), 1u);
 }
 
 TEST(BlockingStore, QuestionThatDoesNotReturnReplacesTheClient) {
@@ -134,7 +134,7 @@ TEST(BlockingStore, QuestionThatDoesNotReturnReplacesTheClient) {
   ASSERT_TRUE(ends.wait_quiet(2));
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
   EXPECT_EQ(store.counters().stuck_calls, 1u);
-  EXPECT_EQ(lines.containing("a question does not return").size(), 1u);
+  EXPECT_EQ(lines.awaited("a question does not return").size(), 1u);
   gate->open();
   EXPECT_TRUE(eventually([&] { return script->is_torn_down(0); }));
 }
@@ -246,7 +246,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     EXPECT_EQ(script->regions_of(third), (std::vector<Region>{first, second}));
     ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 1; }));
     EXPECT_EQ(store.counters().failed_attempts, 1u);
-    EXPECT_EQ(lines.containing("no store client, trying on: it was not made within 550 ms").size(),
+    EXPECT_EQ(lines.awaited("no store client, trying on: it was not made within 550 ms").size(),
               1u);
     gate->open();
     ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
@@ -283,7 +283,45 @@ TEST(BlockingStore, ReplacementIsToldOnce) {
   gate->open();
   for (const int op : {1, 2}) ASSERT_TRUE(ends.wait_quiet(op));
   EXPECT_EQ(store.counters().unquiet_calls, 2u);
-  EXPECT_EQ(lines.containing("is replaced").size(), 1u);
+  EXPECT_EQ(lines.awaited("is replaced").size(), 1u);
+}
+
+// Nor does a line about a client that is replaced: operations, counters and the end go on.
+TEST(Log, ASinkThatBlocksHoldsUpNoStore) {
+  struct Sink {
+    Gate gate;
+    std::atomic<int> lines = 0;
+  } sink;
+  set_log_sink(
+      [](void* context, LogLevel, std::string_view) {
+        auto& self = *static_cast<Sink*>(context);
+        self.gate.pass();
+        ++self.lines;
+      },
+      &sink, LogLevel::kWarning);
+  {
+    const auto script = std::make_shared<Script>();
+    script->on_call = [](int client, Call, const ObjectBatch&, CallEnd& end) {
+      end.broken = client == 0;
+      return end.broken;
+    };
+    BlockingStoreOptions options = quick();
+    options.close_budget = kvprism::milliseconds(50);
+    BlockingStore store(factory_of(script), options);
+    Ends ends(store);
+    ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+    ASSERT_TRUE(sink.gate.wait_for_visitor());
+    ASSERT_TRUE(ends.wait_outcome(1));
+    ASSERT_TRUE(eventually([&] { return store.counters().replacements == 1; }));
+    ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
+    ASSERT_TRUE(ends.wait_quiet(2));
+    EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
+    EXPECT_EQ(store.close_store(kvprism::milliseconds(50)).unquiet, 0u);
+    EXPECT_EQ(sink.lines, 0);
+  }
+  sink.gate.open();
+  EXPECT_TRUE(eventually([&] { return sink.lines == 2; })) << "no line is lost";
+  set_log_sink(nullptr, nullptr, LogLevel::kOff);
 }
 
 // A sink that blocks holds up its own caller only.

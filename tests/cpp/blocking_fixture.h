@@ -274,6 +274,17 @@ class LogLines {
     return found;
   }
 
+  // The same, once there is one: the store logs from a thread of its own.
+  std::vector<std::string> awaited(std::string_view part) {
+    const auto end = Clock::now() + std::chrono::seconds(10);
+    std::vector<std::string> found = containing(part);
+    while (found.empty() && Clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      found = containing(part);
+    }
+    return found;
+  }
+
  private:
   static void take(void* context, LogLevel, std::string_view line) {
     auto& self = *static_cast<LogLines*>(context);

@@ -260,8 +260,8 @@ TEST(BlockingStore, LateCallHoldsUpOnlyItsKindAndNobodyWaitsBehindIt) {
   EXPECT_EQ(store.counters().late_calls, 1u);
   EXPECT_EQ(store.counters().circuit_open, 1u);
   EXPECT_EQ(store.counters().replacements, 0u);
-  EXPECT_EQ(lines.containing("kvp-look is late").size(), 1u);
-  EXPECT_EQ(lines.containing("kvp-look return again").size(), 1u);
+  EXPECT_EQ(lines.awaited("kvp-look is late").size(), 1u);
+  EXPECT_EQ(lines.awaited("kvp-look return again").size(), 1u);
 }
 
 TEST(BlockingStore, NewClientMustAnswerBeforeItIsUsedAndEachChangeIsOneLine) {
@@ -286,8 +286,8 @@ TEST(BlockingStore, NewClientMustAnswerBeforeItIsUsedAndEachChangeIsOneLine) {
   ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
   ASSERT_TRUE(ends.wait_quiet(2));
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
-  EXPECT_EQ(lines.containing("no store client").size(), 1u);
-  EXPECT_EQ(lines.containing("has a new client").size(), 1u);
+  EXPECT_EQ(lines.awaited("no store client").size(), 1u);
+  EXPECT_EQ(lines.awaited("has a new client").size(), 1u);
 }
 
 TEST(BlockingStore, AttemptsCanBeBounded) {
@@ -385,6 +385,46 @@ TEST(BlockingStore, ClientThatCannotTakeTheRegionsIsNotUsed) {
   EXPECT_TRUE(script->is_torn_down(1));
   EXPECT_EQ(script->regions_of(2).size(), 1u);
   EXPECT_EQ(store.counters().failed_attempts, 1u);
+}
+
+// Whoever has closed may unmap: no client, present or later, keeps the memory.
+TEST(BlockingStore, AClosedSideGivesItsRegionsBack) {
+  const auto script = std::make_shared<Script>();
+  std::atomic<bool> broken = false;
+  script->on_call = [&](int client, Call call, const ObjectBatch&, CallEnd& end) {
+    if (client != 0 || call != Call::kExists || !broken) return false;
+    end.broken = true;
+    return true;
+  };
+  BlockingStore store(factory_of(script), quick());
+  std::array<std::byte, 64> memory{};
+  store.add_region({memory.data(), 32, -1});
+  store.add_region({memory.data() + 32, 32, -1});
+  ASSERT_EQ(script->regions_of(0).size(), 2u);
+  EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
+  EXPECT_TRUE(script->regions_of(0).empty());
+  // Lookups go on, and their next client gets none.
+  Ends ends(store);
+  broken = true;
+  ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+  ASSERT_TRUE(ends.wait_outcome(1));
+  ASSERT_TRUE(eventually([&] { return store.counters().replacements == 1; }));
+  EXPECT_TRUE(script->regions_of(1).empty());
+  ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
+  ASSERT_TRUE(ends.wait_quiet(2));
+  EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
+}
+
+TEST(BlockingStore, MemoryThatMayStillBeRegisteredIsNotGivenBack) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_unregister = [gate](int, const Region&) { gate->pass(); };
+  BlockingStore store(factory_of(script), quick());
+  std::array<std::byte, 64> memory{};
+  store.add_region({memory.data(), 64, -1});
+  EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u);
+  gate->open();
+  EXPECT_TRUE(eventually([&] { return script->regions_of(0).empty(); }));
 }
 
 }  // namespace

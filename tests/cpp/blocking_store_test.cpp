@@ -296,6 +296,32 @@ TEST(BlockingStore, OptionsAreCheckedTogether) {
   }
 }
 
+TEST(BlockingStore, ForeverIsThirtyYears) {
+  BlockingStoreOptions options;
+  for (Duration* const member :
+       {&options.stuck_after, &options.setup_timeout, &options.region_timeout,
+        &options.probe_interval, &options.first_retry, &options.max_retry}) {
+    *member = {INT64_MAX};
+  }
+  const std::vector<Problem> problems = validate_blocking_store_options(options);
+  ASSERT_EQ(problems.size(), 6u);
+  EXPECT_EQ(problems[0].path, "stuck_after");
+  EXPECT_EQ(problems[0].value, "9223372036854775807");
+  EXPECT_EQ(problems[0].expected, "at most 1000000000000000000 nanoseconds");
+
+  const auto script = std::make_shared<Script>();
+  options = quick();
+  options.stuck_after = options.probe_interval = options.region_timeout = options.first_retry =
+      options.max_retry = {1'000'000'000'000'000'000};
+  BlockingStore store(factory_of(script), options);
+  Ends ends(store);
+  ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+  ASSERT_TRUE(ends.wait_quiet(1));
+  EXPECT_EQ(ends.status(1), ItemStatus::kMissing);
+  EXPECT_EQ(store.counters().stuck_calls, 0u);
+  EXPECT_EQ(store.counters().replacements, 0u);
+}
+
 std::set<std::string> thread_names() {
   std::set<std::string> names;
   DIR* folder = ::opendir("/proc/self/task");

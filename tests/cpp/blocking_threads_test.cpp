@@ -61,7 +61,7 @@ TEST(BlockingStoreThreads, AClientWithoutAGraveIsBuriedLater) {
   ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
   ASSERT_TRUE(eventually([&] { return store.counters().usable; }));
   EXPECT_EQ(store.counters().unquiet_now, 0u);
-  EXPECT_EQ(lines.containing("no thread to tear a store client down, trying on: ").size(), 1u);
+  EXPECT_EQ(lines.awaited("no thread to tear a store client down, trying on: ").size(), 1u);
   ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
   ASSERT_TRUE(ends.wait_quiet(2));
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);

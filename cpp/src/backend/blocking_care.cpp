@@ -6,7 +6,6 @@
 
 #include "backend/blocking_core.h"
 #include "kvprism/backend/clock.h"
-#include "kvprism/base/log.h"
 
 namespace kvprism {
 
@@ -61,7 +60,7 @@ void BlockingStore::Core::watch_calls(TimePoint now, TimePoint& next) {
         // Behind it, operations would only wait for their own deadlines.
         if (const auto held_back = late_lines[call->kind].pass(monotonic_now())) {
           late_told[call->kind] = true;
-          log(LogLevel::kWarning,
+          say(LogLevel::kWarning,
               with_held_back(std::string("a call of ") + kLaneNames[call->kind] +
                                  " is late: until it returns, new ones end at once",
                              *held_back));

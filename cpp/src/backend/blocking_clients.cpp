@@ -6,7 +6,6 @@
 #include "backend/blocking_core.h"
 #include "backend/native_thread.h"
 #include "kvprism/base/error.h"
-#include "kvprism/base/log.h"
 
 namespace kvprism {
 
@@ -29,7 +28,7 @@ std::string message_of(const std::exception_ptr& error) {
 void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
                                  const std::string& why) {
   if (generation->retired) return;
-  if (!why.empty()) log(LogLevel::kWarning, "a store client is replaced: " + why);
+  if (!why.empty()) say(LogLevel::kWarning, "a store client is replaced: " + why);
   generation->retired = true;
   ++counters.retired_now;
   if (current == generation) {
@@ -54,7 +53,7 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
     // Until there is a thread, what is unquiet stays so: held, never wrong.
     unburied.push_back(generation);
     next_burial = std::min(next_burial, Clock::now() + to_chrono(options.max_retry));
-    log(LogLevel::kError,
+    say(LogLevel::kError,
         std::string("no thread to tear a store client down, trying on: ") + error.what());
   }
 }
@@ -109,12 +108,14 @@ void BlockingStore::Core::bury(const std::shared_ptr<Generation>& generation) {
 
 std::chrono::nanoseconds BlockingStore::Core::pause() noexcept {
   const unsigned doublings = std::min(failures == 0 ? 0u : failures - 1, 20u);
-  const std::int64_t base = std::min(options.first_retry.ns << doublings, options.max_retry.ns);
+  const std::int64_t base = options.first_retry.ns > (options.max_retry.ns >> doublings)
+                                ? options.max_retry.ns
+                                : options.first_retry.ns << doublings;
   jitter ^= jitter << 13;
   jitter ^= jitter >> 7;
   jitter ^= jitter << 17;
   return std::chrono::nanoseconds(base - base / 8 +
-                                  static_cast<std::int64_t>(jitter % 1024) * base / 4096);
+                                  static_cast<std::int64_t>(jitter % 1024) * (base / 4096));
 }
 
 void BlockingStore::Core::start_maker() {
@@ -165,7 +166,7 @@ void BlockingStore::Core::note_failure(const std::string& why) {
   ++counters.failed_attempts;
   ++failed_attempts;
   ++failures;
-  if (away != why) log(LogLevel::kWarning, "no store client, trying on: " + why);
+  if (away != why) say(LogLevel::kWarning, "no store client, trying on: " + why);
   away = why;
   next_attempt = Clock::now() + pause();
 }
@@ -206,7 +207,7 @@ void BlockingStore::Core::make_client(const std::shared_ptr<Attempt>& mine) {
         capabilities = generation->client->capabilities();
       } else {
         ++counters.replacements;
-        log(LogLevel::kWarning, "the store has a new client");
+        say(LogLevel::kWarning, "the store has a new client");
       }
       current = std::move(generation);
       mine->over = true;

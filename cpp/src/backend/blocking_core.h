@@ -20,10 +20,12 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backend/region_table.h"
 #include "kvprism/backend/blocking_store.h"
+#include "kvprism/base/log.h"
 #include "run/rate_limit.h"
 
 namespace kvprism {
@@ -164,8 +166,13 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   std::array<bool, detail::kKinds> late_told{};
   std::uint64_t jitter = 0x9E3779B97F4A7C15u;
   BlockingStoreCounters counters;
+  std::vector<std::pair<LogLevel, std::string>> lines;  // to be logged without the mutex
+  bool telling = false;                                 // a helper is at it
 
   bool in_child() const noexcept { return ::getpid() != pid; }
+
+  // Logs from a thread of its own: a sink that blocks must hold up nobody who needs the mutex.
+  void say(LogLevel level, std::string line);
 
   // ---- completions ----
 
@@ -201,6 +208,9 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // ---- regions ----
 
+  // Gives back the regions of a side that is closed and quiet; the number of those that the client
+  // may still have registered.
+  std::uint64_t release_regions(Lock& lock, TimePoint end);
   // False when `end` came first. With the lock held, before and after.
   bool begin_regions(Lock& lock, TimePoint end);
   void end_regions();

@@ -5,7 +5,6 @@
 
 #include "backend/blocking_core.h"
 #include "backend/native_thread.h"
-#include "kvprism/base/log.h"
 
 namespace kvprism {
 
@@ -65,7 +64,7 @@ void BlockingStore::Core::serve(const std::shared_ptr<Generation>& generation, K
     --generation->busy;
     running.erase(std::find(running.begin(), running.end(), call));
     if (call->late && generation == current && std::exchange(late_told[kind], false)) {
-      log(LogLevel::kWarning, std::string("calls of ") + kLaneNames[kind] + " return again");
+      say(LogLevel::kWarning, std::string("calls of ") + kLaneNames[kind] + " return again");
     }
     finish(*call, end);
     changed.notify_all();
@@ -141,7 +140,7 @@ void BlockingStore::Core::finish(Running& call, CallEnd end) {
 
 void BlockingStore::Core::fall_silent() {
   if (silent) return;
-  log(LogLevel::kWarning, "the store does not answer: until it does, operations end at once");
+  say(LogLevel::kWarning, "the store does not answer: until it does, operations end at once");
   silent = true;
   for (std::size_t kind = 0; kind < kKinds; ++kind) {
     end_queue(static_cast<Kind>(kind), ItemStatus::kUnavailable);
@@ -171,7 +170,7 @@ void BlockingStore::Core::ask_again(Lock& lock, const std::shared_ptr<Generation
     retire(generation, "a question came back broken");
   } else if (answers(answer)) {
     silent = false;
-    log(LogLevel::kWarning, "the store answers again");
+    say(LogLevel::kWarning, "the store answers again");
   } else {
     probe_at = Clock::now() + to_chrono(options.probe_interval);
     wake_care();

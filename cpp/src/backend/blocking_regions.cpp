@@ -1,11 +1,11 @@
 // Memory that clients may touch: each present and later client has all regions.
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "backend/blocking_core.h"
 #include "backend/native_thread.h"
 #include "kvprism/base/error.h"
-#include "kvprism/base/log.h"
 
 namespace kvprism {
 
@@ -77,6 +77,25 @@ std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
            "the memory must stay mapped until the client is gone (retired_now is 0)"));
 }
 
+std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
+  // From here on no client is given them.
+  const std::vector<Region> all = regions.regions();
+  for (const Region& region : all) regions.erase(region);
+  if (all.empty()) return 0;
+  // What is not quiet may still use them, and with both sides closed the client goes anyway.
+  if (!unquiet[kStore].empty() || closed[kIndex]) return 0;
+  if (!begin_regions(lock, end)) return all.size();
+  // A client that is slow at this is given up; one that a short budget cuts off is not.
+  const TimePoint limit = std::max(end, after(Clock::now(), seconds(1)));
+  std::uint64_t left = 0;
+  for (const Region& region : all) {
+    if (current == nullptr) break;
+    if (change_region(lock, current, region, false, limit) != nullptr) ++left;
+  }
+  end_regions();
+  return left;
+}
+
 void BlockingStore::add_region(const Region& region) {
   const auto refuse = [&](ErrorCode code, std::string expected) {
     fail(code, kSubject,
@@ -119,12 +138,13 @@ void BlockingStore::remove_region(const Region& region) {
   if (core.in_child()) return;
   const TimePoint end = after(Clock::now(), core.options.region_timeout);
   Lock lock(core.mutex);
+  const bool known = core.regions.erase(region);  // also where the rest takes too long
   if (!core.begin_regions(lock, end)) {
     throw late(region, "an end of another registration, of a new client perhaps,",
                core.options.region_timeout, "the service accepts connections but does not answer");
   }
   std::exception_ptr error;
-  if (core.regions.erase(region) && core.current != nullptr) {
+  if (known && core.current != nullptr) {
     error = core.change_region(lock, core.current, region, false, end);
   }
   core.end_regions();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -14,6 +15,32 @@
 namespace kvprism {
 
 using namespace detail;  // NOLINT(google-build-using-namespace)
+
+void BlockingStore::Core::say(LogLevel level, std::string line) {
+  constexpr std::size_t kMostLines = 64;  // a sink that blocks must not cost memory for ever
+  if (lines.size() == kMostLines) return;
+  lines.emplace_back(level, std::move(line));
+  if (telling) return;
+  Worker& teller = helpers.emplace_back();
+  try {
+    teller.thread = start_thread("kvp-log", [core = shared_from_this(), &teller] {
+      Lock lock(core->mutex);
+      while (!core->lines.empty()) {
+        const auto taken = std::exchange(core->lines, {});
+        lock.unlock();
+        for (const auto& [of, text] : taken) log(of, text);
+        lock.lock();
+      }
+      core->telling = false;
+      teller.done = true;
+      core->care_wakes.notify_all();
+      core->changed.notify_all();
+    });
+    telling = true;
+  } catch (const std::exception&) {
+    helpers.pop_back();  // the next line tries again
+  }
+}
 
 void BlockingStore::Core::publish(Kind kind, Completion completion) {
   completions[side_of(kind)].push_back(std::move(completion));
@@ -133,12 +160,13 @@ CloseReport BlockingStore::Core::close(Side side, Duration budget) {
   for (const std::shared_ptr<Running>& call : running) {
     if (side_of(call->kind) == side && !call->abandoned) abandon(*call, ItemStatus::kCancelled);
   }
+  const std::uint64_t registered = side == kStore ? release_regions(lock, end) : 0;
   const Side other = side == kStore ? kIndex : kStore;
   if (closed[other]) {
     finish_clients();
     changed.wait_until(lock, end, [&] { return counters.retired_now == 0; });
   }
-  return {unquiet[side].size(), unquiet[side]};
+  return {unquiet[side].size() + registered, unquiet[side]};
 }
 
 void BlockingStore::Core::leave(TimePoint end) {
@@ -175,9 +203,14 @@ void BlockingStore::Core::leave(TimePoint end) {
 }
 
 std::vector<Problem> validate_blocking_store_options(const BlockingStoreOptions& options) {
+  constexpr Duration kLongest{1'000'000'000'000'000'000};  // thirty years: sums stay in 63 bits
   ProblemList problems;
   const auto positive = [&](Duration duration, const char* path) {
     if (duration.ns <= 0) problems.add(path, std::to_string(duration.ns), "positive nanoseconds");
+    if (duration.ns > kLongest.ns) {
+      problems.add(path, std::to_string(duration.ns),
+                   "at most " + std::to_string(kLongest.ns) + " nanoseconds");
+    }
   };
   positive(options.stuck_after, "stuck_after");
   positive(options.setup_timeout, "setup_timeout");
@@ -199,9 +232,18 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
 
   Core& core = *core_;
   std::exception_ptr error;
+  const auto no_thread = [](const std::exception& why) {
+    fail(ErrorCode::kUnavailable, kSubject,
+         {"thread", why.what(), "one more thread", "the limit of this user, or of this container"});
+  };
   {
     Lock lock(core.mutex);
-    core.start_maker();
+    try {
+      core.start_maker();
+    } catch (const std::system_error& why) {
+      core.maker.clear();
+      no_thread(why);
+    }
     core.changed.wait_until(lock, after(Clock::now(), options.setup_timeout),
                             [&] { return core.current != nullptr || core.maker.front().done; });
     if (core.current == nullptr) {
@@ -221,7 +263,12 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
     core.leave(Clock::now());
     std::rethrow_exception(error);
   }
-  core.care = start_thread("kvp-care", [core = core_.get()] { core->watch(); });
+  try {
+    core.care = start_thread("kvp-care", [core = core_.get()] { core->watch(); });
+  } catch (const std::system_error& why) {
+    core.leave(after(Clock::now(), options.close_budget));
+    no_thread(why);
+  }
 }
 
 BlockingStore::~BlockingStore() {

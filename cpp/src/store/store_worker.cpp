@@ -300,9 +300,19 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
   for (std::size_t r = 0; r < regions.size(); ++r) {
     try {
       impl_->store->add_region(regions[r]);
-    } catch (...) {
-      while (r-- > 0) impl_->store->remove_region(regions[r]);
-      throw;
+    } catch (const Error& error) {
+      std::vector<Problem> all = error.problems();
+      bool late = error.code() == ErrorCode::kTimedOut;
+      while (r-- > 0) {
+        try {
+          impl_->store->remove_region(regions[r]);
+        } catch (const Error& undo) {
+          // Memory that may still be registered says so, whatever came first.
+          late |= undo.code() == ErrorCode::kTimedOut;
+          all.insert(all.end(), undo.problems().begin(), undo.problems().end());
+        }
+      }
+      throw Error(late ? ErrorCode::kTimedOut : error.code(), error.subject(), std::move(all));
     }
   }
 }
