@@ -55,7 +55,7 @@ std::vector<std::int32_t> blocks_of(const BoundPlan& bound, std::uint64_t job) {
 }
 
 ReadyToken event_token(std::uintptr_t event, std::uintptr_t query, int not_ready,
-                       std::uintptr_t destroy) {
+                       std::uintptr_t destroy, std::uintptr_t bind, int device) {
   if (query == 0)
     fail(ErrorCode::kInvalidArgument, "ready token",
          {"query", "0", "the address of a function", {}});
@@ -63,6 +63,8 @@ ReadyToken event_token(std::uintptr_t event, std::uintptr_t query, int not_ready
   api.query = reinterpret_cast<int (*)(void*)>(query);
   api.not_ready = not_ready;
   api.destroy = reinterpret_cast<void (*)(void*)>(destroy);
+  api.bind = reinterpret_cast<int (*)(int)>(bind);
+  api.device = device;
   return ReadyToken::device_event(reinterpret_cast<void*>(event), api);
 }
 
@@ -124,7 +126,7 @@ Without it a save could read a block that the accelerator has not written yet.)"
 Returns:
     A token that is ready.)")
       .def_static("device_event", &event_token, "event"_a, "query"_a, "not_ready"_a,
-                  "destroy"_a = 0,
+                  "destroy"_a = 0, "bind"_a = 0, "device"_a = 0,
                   R"(A device event that was recorded after the writes.
 
 Args:
@@ -133,6 +135,9 @@ Args:
         such as cudaEventQuery. It is called from a thread of the worker, without the GIL.
     not_ready: What `query` answers before, such as 600 (cudaErrorNotReady); anything else is an error.
     destroy: Address of `void destroy(void *event)`; 0 when the caller keeps the event alive.
+    bind: Address of `int bind(int device)`, such as cudaSetDevice: called before `query` and `destroy`,
+        because the worker's thread is on no device of its own; answers 0. 0 where nothing is needed.
+    device: What `bind` is given.
 
 Returns:
     A token that becomes ready with the event.

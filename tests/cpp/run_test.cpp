@@ -36,6 +36,38 @@ TEST(ReadyToken, AsksTheDeviceAndOwnsItsEvent) {
   EXPECT_EQ(ReadyToken::host().query(), ReadyState::kReady);
 }
 
+struct BoundCalls {
+  static inline int device = -1;  // the calling thread's, as a runtime keeps it
+  static inline int asked_on = -1;
+  static inline int destroyed_on = -1;
+  static inline int answer = 0;
+};
+
+TEST(ReadyToken, IsAskedAndDestroyedOnItsDevice) {
+  const DeviceEventApi api{.query =
+                               [](void*) {
+                                 BoundCalls::asked_on = BoundCalls::device;
+                                 return 0;
+                               },
+                           .not_ready = 600,
+                           .destroy = [](void*) { BoundCalls::destroyed_on = BoundCalls::device; },
+                           .bind =
+                               [](int device) {
+                                 BoundCalls::device = device;
+                                 return BoundCalls::answer;
+                               },
+                           .device = 3};
+  {
+    const ReadyToken token = ReadyToken::device_event(nullptr, api);
+    EXPECT_EQ(token.query(), ReadyState::kReady);
+    EXPECT_EQ(BoundCalls::asked_on, 3);
+    BoundCalls::answer = 101;
+    EXPECT_EQ(token.query(), ReadyState::kFailed) << "a device that cannot be bound";
+    BoundCalls::device = -1;
+  }
+  EXPECT_EQ(BoundCalls::destroyed_on, 3) << "another thread may destroy it";
+}
+
 TEST(ReadyToken, RefusesADeviceThatCannotBeAsked) {
   FakeEvent event;
   const DeviceEventApi api{nullptr, 600, [](void* e) { ++static_cast<FakeEvent*>(e)->destroyed; }};

@@ -47,6 +47,8 @@ class CudaReady:
         self._record.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._query = _address(library.cudaEventQuery)
         self._destroy = _address(library.cudaEventDestroy)
+        # A thread begins on device 0: a query there would set up a second context on it.
+        self._bind = _address(library.cudaSetDevice)
 
     def token(self) -> ReadyToken:
         """A token for what has been queued on the current stream so far."""
@@ -55,7 +57,12 @@ class CudaReady:
         stream = self._torch.cuda.current_stream().cuda_stream
         self._check(self._record(event, ctypes.c_void_p(stream)), "cudaEventRecord")
         return ReadyToken.device_event(
-            event.value or 0, self._query, _CUDA_ERROR_NOT_READY, self._destroy
+            event.value or 0,
+            self._query,
+            _CUDA_ERROR_NOT_READY,
+            self._destroy,
+            self._bind,
+            self._torch.cuda.current_device(),
         )
 
     @staticmethod

@@ -1554,7 +1554,7 @@ class ReadyToken:
         """
 
     @staticmethod
-    def device_event(event: int, query: int, not_ready: int, destroy: int = 0) -> ReadyToken:
+    def device_event(event: int, query: int, not_ready: int, destroy: int = 0, bind: int = 0, device: int = 0) -> ReadyToken:
         """
         A device event that was recorded after the writes.
 
@@ -1564,6 +1564,9 @@ class ReadyToken:
                 such as cudaEventQuery. It is called from a thread of the worker, without the GIL.
             not_ready: What `query` answers before, such as 600 (cudaErrorNotReady); anything else is an error.
             destroy: Address of `void destroy(void *event)`; 0 when the caller keeps the event alive.
+            bind: Address of `int bind(int device)`, such as cudaSetDevice: called before `query` and `destroy`,
+                because the worker's thread is on no device of its own; answers 0. 0 where nothing is needed.
+            device: What `bind` is given.
 
         Returns:
             A token that becomes ready with the event.

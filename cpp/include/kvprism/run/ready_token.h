@@ -21,11 +21,15 @@ class ReadySource {
 };
 
 // C functions of a device runtime, e.g. cudaEventQuery and cudaErrorNotReady: `query` answers 0 for
-// done, `not_ready` for not yet, anything else for an error. `destroy` may be null.
+// done, `not_ready` for not yet, anything else for an error. `destroy` may be null. `bind`, e.g.
+// cudaSetDevice, makes the event's device the calling thread's before each of them and answers 0;
+// without it a runtime that keeps a device per thread may set up a context on the first one.
 struct DeviceEventApi {
-  int (*query)(void* event);
-  int not_ready;
-  void (*destroy)(void* event);
+  int (*query)(void* event) = nullptr;
+  int not_ready = 0;
+  void (*destroy)(void* event) = nullptr;
+  int (*bind)(int device) = nullptr;
+  int device = 0;
 };
 
 // There is no default: a save without a token does not compile.
@@ -54,17 +58,22 @@ class ReadyToken {
    public:
     EventSource(void* event, DeviceEventApi api) noexcept : event_(event), api_(api) {}
     ~EventSource() override {
-      if (api_.destroy != nullptr) api_.destroy(event_);
+      if (api_.destroy == nullptr) return;
+      bind();
+      api_.destroy(event_);
     }
     EventSource(const EventSource&) = delete;
     EventSource& operator=(const EventSource&) = delete;
     ReadyState query() noexcept override {
+      if (!bind()) return ReadyState::kFailed;
       const int answer = api_.query(event_);
       if (answer == 0) return ReadyState::kReady;
       return answer == api_.not_ready ? ReadyState::kPending : ReadyState::kFailed;
     }
 
    private:
+    bool bind() const noexcept { return api_.bind == nullptr || api_.bind(api_.device) == 0; }
+
     void* event_;
     DeviceEventApi api_;
   };
