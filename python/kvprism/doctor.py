@@ -316,7 +316,8 @@ def run_probe(library: Path, master: str) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_PROBE_TIMEOUT,
             check=False,
         )
@@ -484,4 +485,6 @@ def _connect_failure(address: str) -> str | None:
         socket.create_connection((host, port), _MASTER_TIMEOUT).close()
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a name that no resolver takes, such as one with an empty label
+        return str(error)
     return None

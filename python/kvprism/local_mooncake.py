@@ -283,10 +283,14 @@ class LocalMooncake:
                 preexec_fn=die_with_parent(),
             )
         end = time.monotonic() + self._start_timeout
-        while time.monotonic() < end and process.poll() is None:
-            if port_accepts(port):
-                return process
-            time.sleep(0.01)
+        try:
+            while time.monotonic() < end and process.poll() is None:
+                if port_accepts(port):
+                    return process
+                time.sleep(0.01)
+        except BaseException:  # a Ctrl-C: nobody else knows of the process yet
+            _end(process, signal.SIGKILL)
+            raise
         reason = (
             f"did not accept connections on port {port} within {self._start_timeout:g} s"
             if process.poll() is None

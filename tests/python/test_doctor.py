@@ -156,6 +156,7 @@ def test_facts_of_ports_and_masters_are_looked_up() -> None:
         (f"127.0.0.1:{port}", "refused"),
         ("127.0.0.1", "host:port"),
         ("[::1", "IPv6"),
+        ("..:50051", "label"),
     ]:
         failure = doctor.record_facts(Wanted(master=address), path=[]).master_failure
         assert failure is not None

@@ -59,6 +59,28 @@ def test_failure_shows_the_log_and_leaves_nothing() -> None:
     assert mooncake.log == ""
 
 
+def test_an_interrupted_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def interrupt(port: int) -> bool:
+        asked.append(port)
+        raise KeyboardInterrupt
+
+    mooncake = LocalMooncake()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvprism.local_mooncake.port_accepts", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mooncake.__enter__()
+    # Whoever listened later than this could still be there.
+    assert asked
+    needle = f"-rpc_port={asked[0]}".encode()
+    for commandline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert needle not in commandline.read_bytes()
+        except OSError:  # it has ended
+            continue
+
+
 # R70: many at once on one machine have different ports.
 def test_many_at_once() -> None:
     masters = [LocalMooncake() for _ in range(8)]

@@ -57,6 +57,24 @@ def test_every_problem_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("load_timeout_seconds", 10**400, "at most 1000000000 seconds"),
+        ("load_timeout_seconds", float("inf"), "at most 1000000000 seconds"),
+        ("load_timeout_seconds", float("nan"), "at least 0.001 seconds"),
+        ("max_bytes_per_call", 1 << 63, "at most 9223372036854775807 bytes"),
+        ("max_bytes_per_call", "9" * 400, "bytes, such as 67108864 or '64 MB'"),
+        ("max_gets_in_flight", 10**30, "at most 9223372036854775807 calls"),
+    ],
+)
+def test_numbers_beyond_reason(name: str, value: object, expected: str) -> None:
+    with pytest.raises(kvprism.ConfigError) as caught:
+        read_options(MASTER | {name: value}, {})
+    assert f".{name} = {value!r}"[:40] in str(caught.value)
+    assert str(caught.value).endswith(f": expected {expected}")
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [(16 << 20, 16 << 20), ("16 MB", 16 << 20), ("1gb", 1 << 30), ("20480 KiB", 20 << 20)],
 )

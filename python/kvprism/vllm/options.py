@@ -8,6 +8,7 @@ built-in connector are taken where they mean the same.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -352,6 +353,8 @@ class Options:
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*\Z", re.IGNORECASE)
+_MOST = (1 << 63) - 1
+_LONGEST = 1e9  # seconds: thirty years, and what fits into 63 bits of nanoseconds
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -360,7 +363,8 @@ def _bytes(value: Any) -> int | None:
         return value
     if isinstance(value, str) and (match := _SIZE.match(value)):
         unit = match[2].lower().rstrip("b").rstrip("i")
-        return int(float(match[1]) * _UNITS[unit])
+        size = float(match[1]) * _UNITS[unit]
+        return int(size) if math.isfinite(size) else None
     return None
 
 
@@ -378,6 +382,8 @@ def _parse(option: Option, value: Any, path: str, problems: Problems) -> Any:
             problems.add(path, value, wanted)
         elif option.least is not None and number < option.least:
             problems.add(path, value, f"at least {int(option.least)} {option.unit}")
+        elif number > _MOST:
+            problems.add(path, value, f"at most {_MOST} {option.unit}")
         else:
             return number
     elif option.kind == "seconds":
@@ -385,6 +391,8 @@ def _parse(option: Option, value: Any, path: str, problems: Problems) -> Any:
             problems.add(path, value, "a number of seconds")
         elif option.least is not None and not value >= option.least:
             problems.add(path, value, f"at least {option.least} seconds")
+        elif not value <= _LONGEST:
+            problems.add(path, value, f"at most {_LONGEST:.0f} seconds")
         else:
             return float(value)
     elif option.kind == "choice":
