@@ -177,6 +177,11 @@ TEST(MooncakeOptions, PortsAndSizesAtTheirBounds) {
     EXPECT_EQ(validate_mooncake_options(options).size(), 1u) << size;
   }
   options = good_options();
+  options.connect_timeout = kvprism::seconds(1'000'000);
+  EXPECT_TRUE(validate_mooncake_options(options).empty());
+  options.connect_timeout = {INT64_MAX};
+  EXPECT_NE(find_problem(validate_mooncake_options(options), "connect_timeout"), nullptr);
+  options = good_options();
   options.rdma_devices = {"mlx5_0"};
   EXPECT_NE(find_problem(validate_mooncake_options(options), "rdma_devices"), nullptr);
 }

@@ -674,9 +674,9 @@ std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
     problems.add("max_region_bytes", std::to_string(options.max_region_bytes),
                  "0 or at least 1048576 bytes");
   }
-  if (options.connect_timeout.ns <= 0) {
+  if (options.connect_timeout.ns <= 0 || options.connect_timeout > seconds(1'000'000)) {
     problems.add("connect_timeout", std::to_string(options.connect_timeout.ns),
-                 "a positive number of nanoseconds", {});
+                 "1 to 1000000000000000 nanoseconds (eleven days)", {});
   }
   for (const auto& [name, value] : options.environment) {
     if (name.empty() || name.find('=') != std::string::npos) {
