@@ -32,7 +32,7 @@ test: build ## C++ and Python tests
 test-vllm: build ## Tests with the real vLLM on CPU; installs it in .venv-vllm (4 GB)
 	@bash scripts/vllm_env.sh
 	@.venv-vllm/bin/python tests/vllm/versions.py
-	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= -m 'not soak' tests/vllm $(PYTEST_ARGS)
+	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= -n 2 --dist loadgroup -m 'not soak' tests/vllm $(PYTEST_ARGS)
 
 soak-vllm: build ## Tests with the real vLLM that take long
 	@bash scripts/vllm_run.sh -m pytest -p no:cacheprovider -o filterwarnings= -o testpaths= -m soak tests/vllm $(PYTEST_ARGS)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import models
 import pytest
+from filelock import FileLock
 
 FOLDER = Path(__file__).parents[2] / "build" / "vllm-models"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: takes long; make soak-vllm runs it")
+    config.addinivalue_line("markers", "xdist_group(name): shares a fixture; one process runs them")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,4 +23,6 @@ def _vllm() -> None:
 
 def model(name: str) -> Path:
     """A model, made when it is first asked for."""
-    return models.build(name, FOLDER)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / f"{name}.lock"):
+        return models.build(name, FOLDER)

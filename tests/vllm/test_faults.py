@@ -14,6 +14,8 @@ import pytest
 from harness import LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
 
+pytestmark = pytest.mark.xdist_group("faults")
+
 ENGINE = {"block_size": 32}
 LONG = 14_000
 BOUND = 120.0  # seconds in which a store that is back must be used again

@@ -79,7 +79,10 @@ def builtin_environment(mooncake: LocalMooncake, folder: Path) -> dict[str, str]
     return {"MOONCAKE_CONFIG_PATH": str(file)}
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     name = request.param
     engine, expected = MODELS[name]

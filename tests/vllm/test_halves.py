@@ -22,6 +22,8 @@ from kvprism.vllm.options import read_options
 from kvprism.vllm.scheduler_side import SchedulerSide
 from kvprism.vllm.worker_side import Results, WorkerSide
 
+pytestmark = pytest.mark.xdist_group("halves")
+
 BLOCK = 32
 BLOCKS = 64
 

@@ -20,6 +20,8 @@ from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm import cache_config
 from kvprism.vllm.metadata import StageMetadata, StepMetadata
 
+pytestmark = pytest.mark.xdist_group("places")
+
 SHAPE = {
     "block_size": layouts.POSITIONS,
     "num_kv_heads": layouts.HEADS,

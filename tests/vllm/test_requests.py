@@ -11,6 +11,8 @@ import pytest
 from harness import LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
 
+pytestmark = pytest.mark.xdist_group("requests")
+
 ENGINE = {"block_size": 32}
 # Prompts are computed in chunks of 256 tokens, and all four do not fit beside their answers.
 SMALL = {

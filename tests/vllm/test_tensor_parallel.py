@@ -12,6 +12,8 @@ from harness import Engine, LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
 from test_bytes import right
 
+pytestmark = pytest.mark.xdist_group("tensor parallel")
+
 ENGINE = {"block_size": 32, "tensor_parallel_size": 2}
 
 

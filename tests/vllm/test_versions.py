@@ -25,7 +25,13 @@ HOLDERS = {"connector", "kv_connector", "c"}
 CALLERS = ("v1", "distributed/kv_transfer", "config", "model_executor/layers/attention")
 
 
-@pytest.fixture(scope="module", params=sorted(versions.WHEELS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(version, marks=pytest.mark.xdist_group(version))
+        for version in sorted(versions.WHEELS)
+    ],
+)
 def version(request: pytest.FixtureRequest) -> str:
     try:
         versions.folder(request.param)
