@@ -15,6 +15,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -280,6 +281,24 @@ TEST(BlockingStore, ConstructorGivesUpAndTheLateClientIsTornDown) {
   }
   gate->open();
   EXPECT_TRUE(eventually([&] { return script->is_torn_down(0); }));
+}
+
+TEST(BlockingStore, AFactoryThatFailsAfterTheStoresEndHarmsNobody) {
+  for (int round = 0; round < 20; ++round) {
+    const auto script = std::make_shared<Script>();
+    const auto gate = std::make_shared<Gate>();
+    script->on_make = [gate](int) {
+      gate->pass();
+      throw std::runtime_error("too late");
+    };
+    BlockingStoreOptions options = quick();
+    options.setup_timeout = kvprism::milliseconds(5);
+    auto factory = factory_of(script);
+    EXPECT_THROW(BlockingStore(std::move(factory), options), Error);
+    gate->open();
+    // All of the store goes with the last thread of it.
+    EXPECT_TRUE(eventually([&] { return script.use_count() == 1; }));
+  }
 }
 
 TEST(BlockingStore, OptionsAreCheckedTogether) {

@@ -47,7 +47,7 @@ TEST(BlockingStoreThreads, AClientWithoutAGraveIsBuriedLater) {
   script->on_call = [](int client, Call call, const ObjectBatch&, CallEnd& end) {
     if (client != 0 || call != Call::kGet) return false;
     end.quiet = false;
-    threads_to_refuse = 2;  // the first of them are for its tear-down, or for the next client
+    threads_to_refuse = 2;  // the lines about it and its tear-down
     return true;
   };
   LogLines lines;

@@ -13,6 +13,7 @@ using test::SchedulerTest;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
 TEST_F(SchedulerTest, FullHitLeavesOneTokenToCompute) {
@@ -482,6 +483,23 @@ TEST_F(SchedulerTest, WhatIsComputedAnewAfterAPreemptionIsSaved) {
   const auto saved = moves(scheduler->end_step(now), 1);
   EXPECT_THAT(saved, Contains(Move{1, 2, 13, 48}));
   EXPECT_THAT(saved, Contains(Move{1, 3, 14, 64}));
+}
+
+TEST_F(SchedulerTest, WhatALoadLeftUnwrittenIsNotSavedUnderOtherHashesEither) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(6, 1);
+  const Hashes other_hashes(6, 2);
+  exists(hashes, 96);
+  ASSERT_EQ(settle_lookup(97, hashes, 32).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {11, 12, 13, 14, 15, 16}});
+  report(*scheduler->allocated(kRequest, 64, rows.get(), now), JobOutcome::kOk, true);
+  scheduler->end_step(now);
+  scheduler->advanced(kRequest, 96, other_hashes.list());
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  const auto saved = moves(scheduler->end_step(now), 0);
+  EXPECT_THAT(saved, Contains(Move{1, 4, 15, 80}));
+  EXPECT_THAT(saved, Not(Contains(Move{1, 2, 13, 48})));
+  EXPECT_THAT(saved, Not(Contains(Move{1, 3, 14, 64})));
 }
 
 TEST_F(SchedulerTest, AFailureThatNamesNothingIsWhole) {

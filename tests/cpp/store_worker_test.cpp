@@ -64,6 +64,30 @@ TEST_F(WorkerTest, ReadsNothingBeforeTheSourceIsReady) {
   EXPECT_EQ(store->puts.size(), 1u);
 }
 
+TEST_F(WorkerTest, WritesNothingBeforeEarlierKernelsHaveWritten) {
+  const auto ready = std::make_shared<Switch>();
+  worker->submit(simple(JobKind::kLoad, 2).view(), ReadyToken::source(ready));
+  worker->pump(now);
+  worker->pump(now + milliseconds(100));
+  EXPECT_TRUE(store->gets.empty());
+  ready->state = ReadyState::kReady;
+  worker->pump(now + milliseconds(200));
+  EXPECT_EQ(store->gets.size(), 1u);
+}
+
+TEST_F(WorkerTest, ALoadWhoseEventIsBrokenNamesWhatIsMissing) {
+  const auto ready = std::make_shared<Switch>();
+  ready->state = ReadyState::kFailed;
+  worker->submit(simple(JobKind::kLoad, 2).view(), ReadyToken::source(ready));
+  worker->pump(now);
+  const WorkerReport told = report();
+  ASSERT_EQ(told.jobs.size(), 1u);
+  EXPECT_EQ(told.jobs[0].outcome, JobOutcome::kPartial);
+  EXPECT_EQ(told.jobs[0].num_failed, 2u);
+  EXPECT_EQ(told.jobs[0].quiet, 1u);
+  EXPECT_TRUE(store->gets.empty());
+}
+
 TEST_F(WorkerTest, ASourceThatNeverGetsReadyExpiresQuietly) {
   const auto ready = std::make_shared<Switch>();
   worker->submit(simple(JobKind::kSave, 2).view(), ReadyToken::source(ready));

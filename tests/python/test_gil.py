@@ -121,7 +121,7 @@ def test_one_step_and_a_look_at_everything() -> None:
     big.submit(12_000, 500)
     while big.engine.stats()["generated_tokens"] < 4:
         big.engine.step()
-    lets_others_run(big.engine.verify_all, 0.005)
+    lets_others_run(big.engine.verify_all, 0.002)
 
 
 def test_end_of_a_step_with_many_lookups() -> None:
@@ -173,7 +173,7 @@ class LongPrompt:
 def test_hashes_and_blocks_of_a_long_prompt() -> None:
     prompt = LongPrompt(1_600_000)
     requests = iter(range(1, 100))
-    lets_others_run(lambda: prompt.advance(next(requests)), 0.005)
+    lets_others_run(lambda: prompt.advance(next(requests)), 0.002)
     saved = iter(range(1, 100))
     lets_others_run(lambda: prompt.save(next(saved)), 0.01)
     prompt.scheduler.set_mode("off")
@@ -188,7 +188,7 @@ def test_the_plan_of_a_long_prompt() -> None:
         kvprism.StoreWorker(prompt.keys, prompt.map, kvprism.memory_store()) for _ in range(3)
     ]
     unused = iter(workers)
-    lets_others_run(lambda: next(unused).submit(plan, kvprism.ReadyToken.host()), 0.005)
+    lets_others_run(lambda: next(unused).submit(plan, kvprism.ReadyToken.host()), 0.002)
     for worker in workers:
         worker.close(0.0)
 

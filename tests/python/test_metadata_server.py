@@ -139,7 +139,9 @@ def test_the_entry_of_a_dead_client_costs_a_load_and_nothing_else(children: Chil
         end = engine.loaded(prompt(1))
         assert end is None or not end.complete
         # Until the master has noticed, a save may be sent there too.
+        end = time.monotonic() + BOUND
         while engine.stored(prompt(2)) != 3:
+            assert time.monotonic() < end, engine.worker.counters()
             engine.worker.wait(0.1)
         assert engine.loads_right(prompt(2))
         assert left.items() <= entries.items()

@@ -24,6 +24,7 @@ STATES = {"dtype": "bfloat16", "mamba_cache_mode": "align"}
 # Engine options, and tokens of the four prompts that whole blocks hold.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "llama": (ATTENTION, 2432),
+    "llama_tp2": (ATTENTION | {"tensor_parallel_size": 2}, 2432),
     "gemma3": (ATTENTION, 2432),
     "qwen3next": (STATES, 2048),
     # Hits end inside the large blocks of the states, on multiples of 32.
@@ -86,7 +87,7 @@ def builtin_environment(mooncake: LocalMooncake, folder: Path) -> dict[str, str]
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     name = request.param
     engine, expected = MODELS[name]
-    path = conftest.model(name.removesuffix("_fine"))
+    path = conftest.model(name.removesuffix("_fine").removesuffix("_tp2"))
     folder = tmp_path_factory.mktemp(name)
     pieces_file = folder / "pieces" if "ring" in name else None
     environment = {"RING_RECORD": "1"} if pieces_file else {}
@@ -143,7 +144,17 @@ def test_the_built_in_connector_finds_no_more(runs: Runs) -> None:
 def test_the_answers_are_those_of_an_engine_without_a_store(runs: Runs) -> None:
     assert harness.tokens(runs.cold) == harness.tokens(runs.none)
     assert harness.tokens(runs.warm) == harness.tokens(runs.none)
-    assert harness.largest_logprob_difference(runs.warm, runs.none) <= 1e-5
+    for run in (runs.cold, runs.warm):
+        assert harness.largest_logprob_difference(run, runs.none) <= 1e-5
+
+
+def test_every_tensor_rank_stores_and_loads(runs: Runs) -> None:
+    if "tp2" not in runs.name:
+        pytest.skip("one rank")
+    assert runs.cold["counters"]["saved_objects"] == 2 * 76
+    assert runs.warm["counters"]["loaded_objects"] == 2 * 76
+    # Nine blocks are common to all four prompts.
+    assert len(runs.objects) == 2 * (76 - 3 * 9)
 
 
 def test_damage_to_the_loaded_bytes_would_be_seen(runs: Runs) -> None:

@@ -33,7 +33,9 @@ ELSEWHERE = {
     "target_layer_count",
 }
 WRITTEN = re.compile(
-    r"^[^#\n]*\b(?:hf_config|hf_text_config|text_config|config)\.([a-z][a-z0-9_]*) = ", re.M
+    r"^[^#\n]*\b(?:hf_config|hf_text_config|text_config|config)\.([a-z][a-z0-9_]*)"
+    r"(?:\[\"(\w+)\"\])? = ",
+    re.M,
 )
 
 
@@ -78,8 +80,8 @@ def test_what_models_write_into_their_configuration_is_left_out(version: str) ->
     assert len(sources) > 200
     written: dict[str, set[str]] = {}
     for path in sources:
-        for name in WRITTEN.findall(path.read_text("utf-8")):
-            written.setdefault(name, set()).add(path.name)
+        for name, item in WRITTEN.findall(path.read_text("utf-8")):
+            written.setdefault(item or name, set()).add(path.name)
     assert {"max_model_len", "attn_temperature_tuning"} <= set(written)
     known = meaning.WRITTEN_BY_MODELS | ELSEWHERE
     assert {name: files for name, files in written.items() if name not in known} == {}

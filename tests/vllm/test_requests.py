@@ -109,7 +109,7 @@ def test_roles(mooncake: LocalMooncake) -> None:
         return connect(mooncake, role, cache_prefix="roles", **options)
 
     with LiveEngine(path, engine=ENGINE, connector=connector("kv_producer")) as engine:
-        cold = engine.serve(asked)
+        cold = engine.serve(asked, settle=True)
         warm = engine.serve(asked, reset=True, settle=True)
     assert (cold["hits"], warm["hits"]) == (0, 2432)
     assert tokens_of(warm) == tokens_of(cold)

@@ -9,14 +9,19 @@ import harness
 import pytest
 from harness import Engine
 from kvprism.local_mooncake import LocalMooncake
-from test_four_ways import BUILTIN, builtin_environment
+from test_four_ways import BUILTIN, MODELS, builtin_environment
 
 ENGINE = {"block_size": 32}
 
 
-@pytest.mark.soak  # test_streams.py shares a pool, too; here it is with a prefix
-def test_the_built_in_connector_and_ours_share_a_pool(tmp_path: Path) -> None:
-    path = conftest.model("llama")
+@pytest.mark.parametrize(
+    "name",
+    # test_streams.py shares a pool, too; here it is with a prefix
+    [pytest.param("llama", marks=pytest.mark.soak), "qwen3next", "ring_llama"],
+)
+def test_the_built_in_connector_and_ours_share_a_pool(name: str, tmp_path: Path) -> None:
+    path = conftest.model(name)
+    engine, expected = MODELS[name]
     prefixed = BUILTIN | {"kv_connector_extra_config": {"cache_prefix": "ours-first"}}
     with LocalMooncake(storage_bytes=1 << 30) as mooncake:
         shared = {"key_schema": "vllm"}
@@ -24,19 +29,20 @@ def test_the_built_in_connector_and_ours_share_a_pool(tmp_path: Path) -> None:
         writer = harness.kvprism_connector(mooncake.master, cache_prefix="ours-first", **shared)
         environment = builtin_environment(mooncake, tmp_path)
         (theirs,) = harness.run_engines(
-            path, [Engine(BUILTIN)], engine=ENGINE, environment=environment, abrupt=True
+            path, [Engine(BUILTIN)], engine=engine, environment=environment, abrupt=True
         )
-        warm, ours = harness.run_engines(path, [Engine(reader), Engine(writer)], engine=ENGINE)
+        warm, ours = harness.run_engines(path, [Engine(reader), Engine(writer)], engine=engine)
         (other,) = harness.run_engines(
-            path, [Engine(prefixed)], engine=ENGINE, environment=environment, abrupt=True
+            path, [Engine(prefixed)], engine=engine, environment=environment, abrupt=True
         )
     assert harness.hits(theirs) == harness.hits(ours) == 0
-    assert harness.hits(warm) == harness.hits(other) == 2432
+    assert harness.hits(warm) == harness.hits(other) == expected
     answers = harness.tokens(theirs)
     assert harness.tokens(warm) == harness.tokens(ours) == harness.tokens(other) == answers
 
 
-def test_one_of_several_children_of_a_multi_connector(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_one_of_several_children_of_a_multi_connector(first: str, tmp_path: Path) -> None:
     """Both save; the first that has tokens loads, and each has its own namespace."""
     with LocalMooncake(storage_bytes=1 << 30) as mooncake:
         ours = harness.kvprism_connector(mooncake.master, cache_prefix="child")
@@ -44,7 +50,9 @@ def test_one_of_several_children_of_a_multi_connector(tmp_path: Path) -> None:
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [ours, BUILTIN]},
+            "kv_connector_extra_config": {
+                "connectors": [ours, BUILTIN] if first == "ours" else [BUILTIN, ours]
+            },
         }
         twice = Engine(both, rounds=[harness.prompts()] * 2, reset=True)
         environment = builtin_environment(mooncake, tmp_path)

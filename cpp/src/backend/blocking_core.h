@@ -149,7 +149,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   std::shared_ptr<Attempt> attempt;  // of the maker
   std::exception_ptr make_error;
   std::string away;           // why there is no client, as logged last; empty while there is one
-  std::list<Worker> helpers;  // each with one client to tear down or one region to change
+  std::list<Worker> helpers;  // tear a client down, change a region, log, or were given up
   std::vector<std::shared_ptr<Generation>> unburied;  // retired, and no thread could be had
   TimePoint next_burial = TimePoint::max();
   std::jthread care;
@@ -208,8 +208,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // ---- regions ----
 
-  // Gives back the regions of a side that is closed and quiet; the number of those that the client
-  // may still have registered.
+  // Gives back the regions of the closed side; the number of those that a client may still have
+  // registered.
   std::uint64_t release_regions(Lock& lock, TimePoint end);
   // False when `end` came first. With the lock held, before and after.
   bool begin_regions(Lock& lock, TimePoint end);

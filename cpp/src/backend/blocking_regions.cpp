@@ -82,11 +82,15 @@ std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
   const std::vector<Region> all = regions.regions();
   for (const Region& region : all) regions.erase(region);
   if (all.empty()) return 0;
-  // What is not quiet may still use them, and with both sides closed the client goes anyway.
-  if (!unquiet[kStore].empty() || closed[kIndex]) return 0;
+  // With both sides closed the clients go, and the regions with them.
+  if (closed[kIndex]) return all.size();
   if (!begin_regions(lock, end)) return all.size();
+  if (current == nullptr) {
+    end_regions();
+    return counters.retired_now == 0 ? 0 : all.size();
+  }
   // A client that is slow at this is given up; one that a short budget cuts off is not.
-  const TimePoint limit = std::max(end, after(Clock::now(), seconds(1)));
+  const TimePoint limit = std::max(end, after(Clock::now(), milliseconds(500)));
   std::uint64_t left = 0;
   for (const Region& region : all) {
     if (current == nullptr) break;

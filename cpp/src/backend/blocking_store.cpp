@@ -18,7 +18,8 @@ using namespace detail;  // NOLINT(google-build-using-namespace)
 
 void BlockingStore::Core::say(LogLevel level, std::string line) {
   constexpr std::size_t kMostLines = 64;  // a sink that blocks must not cost memory for ever
-  if (lines.size() == kMostLines) return;
+  // Behind leave() nobody would join or detach the thread.
+  if (stop_care || lines.size() == kMostLines) return;
   lines.emplace_back(level, std::move(line));
   if (telling) return;
   Worker& teller = helpers.emplace_back();
@@ -160,11 +161,13 @@ CloseReport BlockingStore::Core::close(Side side, Duration budget) {
   for (const std::shared_ptr<Running>& call : running) {
     if (side_of(call->kind) == side && !call->abandoned) abandon(*call, ItemStatus::kCancelled);
   }
-  const std::uint64_t registered = side == kStore ? release_regions(lock, end) : 0;
+  std::uint64_t registered = side == kStore ? release_regions(lock, end) : 0;
   const Side other = side == kStore ? kIndex : kStore;
   if (closed[other]) {
     finish_clients();
-    changed.wait_until(lock, end, [&] { return counters.retired_now == 0; });
+    const TimePoint limit =
+        registered == 0 ? end : std::max(end, after(Clock::now(), milliseconds(500)));
+    if (changed.wait_until(lock, limit, [&] { return counters.retired_now == 0; })) registered = 0;
   }
   return {unquiet[side].size() + registered, unquiet[side]};
 }

@@ -158,6 +158,7 @@ std::vector<RdmaPort> list_rdma_ports(const std::string& folder,
     const std::filesystem::path of_device = std::filesystem::path(folder) / device / "ports";
     for (const std::string& number : list_rdma_devices(of_device.string())) {
       RdmaPort port{device, number, first_line(of_device / number / "state"), false};
+      if (port.state.empty()) continue;  // it does not tell: the device may do
       port.state = port.state.substr(std::min(port.state.size(), port.state.find(' ') + 1));
       const std::filesystem::path gids = of_device / number / "gids";
       for (const std::string& index : list_rdma_devices(gids.string())) {

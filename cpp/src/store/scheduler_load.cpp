@@ -180,7 +180,7 @@ void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end
                 status == ItemStatus::kTimedOut || status == ItemStatus::kCancelled;
        }));
   if (!unreached) {
-    if (end.failed.empty()) unreached_loads = 0;
+    if (end.failed.empty() && !end.whole) unreached_loads = 0;
   } else if (++unreached_loads >= kLoads) {
     offers_again = now + options.avoid_failed_for;
   }

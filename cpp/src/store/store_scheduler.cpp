@@ -89,6 +89,8 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
       fresh.access = request.access;
       fresh.prompt_tokens = request.prompt_tokens;
       fresh.purged = request.purged;
+      fresh.load_from = request.load_from;
+      fresh.load_to = request.load_to;
       fresh.generation = next_generation++;
       request = std::move(fresh);
       known = 0;

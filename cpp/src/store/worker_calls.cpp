@@ -59,20 +59,19 @@ bool StoreWorker::Impl::issue(std::deque<Job*>& queue, bool put, Instant now) {
       it = queue.erase(it);
       continue;
     }
-    if (put) {
-      const ReadyState ready = job.ready.query();
-      if (ready == ReadyState::kPending) {
-        ++it;
-        continue;
-      }
-      if (ready == ReadyState::kFailed) {
-        list_unfetched(job, ItemStatus::kFailed);
-        tell_outcome(job, JobOutcome::kPartial);
-        it = queue.erase(it);
-        continue;
-      }
-      if (!call && must_wait(job, room)) return false;
+    // Loads wait too: a block that a request has left may be written by a kernel queued before.
+    const ReadyState ready = job.ready.query();
+    if (ready == ReadyState::kPending) {
+      ++it;
+      continue;
     }
+    if (ready == ReadyState::kFailed) {
+      list_unfetched(job, ItemStatus::kFailed);
+      tell_outcome(job, JobOutcome::kPartial);
+      it = queue.erase(it);
+      continue;
+    }
+    if (put && !call && must_wait(job, room)) return false;
     if (!call) {
       call = idle_calls.take();
       call->reset();

@@ -541,7 +541,9 @@ def check_stages(described: Described, fingerprints: Mapping[int, str]) -> None:
                 f"pipeline stage {stage}: fingerprint of its keys",
                 fingerprint,
                 described.schema.fingerprint,
-                "layers of one group differ in size, and this stage begins with another one",
+                "layers of one group differ in size, and this stage begins with another one"
+                if described.projection.parallel.pp > 1
+                else "its process has other options than the scheduler's",
             )
     problems.raise_if_any("pipeline stages")
 

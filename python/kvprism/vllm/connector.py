@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 )
 
 from .._core import ObjectStore
+from ..logs import forward_log
 from .cache_config import Described, check_stages, describe, held_groups
 from .contract import check_contract
 from .events import Announcer, wanted
@@ -219,6 +220,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended on this rank, once each."""
         if self._worker is None:
+            if self._lent is not None:  # nobody else hands on what its client says
+                forward_log(logger)
             return KVConnectorTransferResults()
         results = self._worker.take_results()
         self._failed_blocks = self._failed_blocks | results.failed_blocks

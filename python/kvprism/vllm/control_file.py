@@ -62,11 +62,14 @@ class ControlFile:
         """An empty string where the file does not say."""
         path = str(self._path)
         try:
+            if self._path.exists() and not self._path.is_file():  # a pipe would never end
+                problems.add("control_file", path, "an ordinary file")
+                return ""
             content = json.loads(self._path.read_text("utf-8"))
         except OSError as error:
             problems.add("control_file", path, "a file that can be read", str(error.strerror))
             return ""
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.add("control_file", path, "a file with a JSON object", str(error))
             return ""
         if not isinstance(content, dict):

@@ -99,7 +99,8 @@ class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
   // Called for every completion of either side.
   void set_wakeup(Wakeup wakeup) override;
   bool poll_store(Instant now, Completion& out) override;
-  // When both sides are closed the client is torn down within what is left of the budget.
+  // Gives all regions back, for which it takes up to half a second beyond the budget. When both
+  // sides are closed the client is torn down within what is left of it.
   CloseReport close_store(Duration budget) override;
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,

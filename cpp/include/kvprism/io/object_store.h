@@ -80,9 +80,10 @@ struct Completion {
 
 // What is still unfinished after close().
 struct CloseReport {
-  std::size_t unquiet =
-      0;  // operations that native code may still touch; their memory must stay mapped
-  std::vector<OpId> ops;
+  // Operations whose memory native code may still touch, and regions that a client may still have
+  // registered: the memory must stay mapped.
+  std::size_t unquiet = 0;
+  std::vector<OpId> ops;  // those operations
 };
 
 // What start_remove takes away.

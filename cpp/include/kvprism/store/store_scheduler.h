@@ -284,8 +284,8 @@ class KVPRISM_API StoreScheduler {
 
   // The engine has blocks for the request and will wait for `external_tokens` (what lookup offered,
   // or 0: not wanted). Returns the load's job, whose end take_load_ends() tells, or nothing: then
-  // nothing is loaded. The bytes may arrive as soon as a worker has the plan: no device work that
-  // touches the blocks may still be running then.
+  // nothing is loaded. The bytes may arrive as soon as a worker has the plan and its token has
+  // fired: no device work behind the token may touch the blocks.
   std::optional<JobId> allocated(RequestId request, std::uint32_t external_tokens,
                                  const BlockRows& rows, Instant now);
 

@@ -92,7 +92,8 @@ class KVPRISM_API StoreWorker : public OneUser {
   StoreWorker(const StoreWorker&) = delete;
   StoreWorker& operator=(const StoreWorker&) = delete;
 
-  // Copies the plan. Saves start when `ready` says so (R12); a token that never fires expires them.
+  // Copies the plan. Its jobs start when `ready` says so (R12: a save's bytes are there, and a
+  // load's blocks are written by nobody else); a token that never fires expires them.
   SubmitResult submit(const StepPlanView& plan, ReadyToken ready);
   SubmitResult submit(std::span<const std::byte> encoded_plan, ReadyToken ready);
 
