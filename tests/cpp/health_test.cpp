@@ -328,7 +328,8 @@ TEST_F(HealthTest, ALoadThatIsLateIsTroubleBeforeItEnds) {
   const JobId job = *scheduler->allocated(RequestId{1}, 64, rows.get(), now);
   step(milliseconds(40));
   EXPECT_EQ(health(), "healthy");
-  report(job, JobOutcome::kExpired, false);
+  report(job, JobOutcome::kExpired, false,
+         {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kTimedOut)}});
   step();
   EXPECT_EQ(health(), "degraded: loads fail");
   std::vector<LoadEnd> ends;
