@@ -38,7 +38,7 @@ def _hit(group: Group, inside_blocks: bool) -> str:
         return "No hit needs it."
     needs = {
         "prefix": "every block of its prefix",
-        "window": f"the blocks of its last {group.window - 1} tokens",
+        "window": f"the blocks of its last {max(1, group.window - 1)} tokens",
         "chunk": f"the blocks since the last multiple of {group.window} tokens",
         "last_state": "the one state at its end",
     }[group.hit]

@@ -454,6 +454,9 @@ def main() -> int:
             if not counts[f"with {feature} {verdict}"]:
                 problems.append(f"no case with {feature} was {verdict}")
                 print(problems[-1])
+    if not any(name.startswith("no start: ") for name in counts):
+        problems.append("no case with which the reference does not start")
+        print(problems[-1])
     refused = sum(n for name, n in counts.items() if name.endswith("refused") and name[1] != "i")
     print(f"{counts['caches']} caches, {refused} of them refused")
     print(f"{len(problems)} differences in objects, {time.monotonic() - began:.0f} s")

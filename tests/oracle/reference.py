@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import logging
 import os
 from fractions import Fraction
@@ -208,6 +209,14 @@ def unwrapped(group: Any) -> Any:
     return dataclasses.replace(group, kv_cache_spec=spec)
 
 
+PIPELINE_RANK = "(parallel_config.rank // self.tp_size) % self.pp_size"
+
+
+@functools.cache
+def source_of_worker() -> str:
+    return inspect.getsource(worker.MooncakeStoreWorker.__init__)
+
+
 class Reference:
     """The built-in connector's view of one configuration."""
 
@@ -297,6 +306,7 @@ class Reference:
         sizes = self.parallel
         tp, pcp, dcp, _ = positions(sizes["tp"], sizes["pcp"], sizes["dcp"], sizes["pp"])[rank]
         # The reference does not ask for its pipeline group, but counts.
+        assert PIPELINE_RANK in source_of_worker()
         pp = (rank // sizes["tp"]) % sizes["pp"]
         one = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
         one.tp_rank, one.tp_size = tp, sizes["tp"]

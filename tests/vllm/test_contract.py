@@ -306,6 +306,21 @@ def test_every_unknown_class_is_named(vllm_config: Any) -> None:
     assert described.projection.groups()[1].kind == "mine"
 
 
+def test_how_pages_of_one_size_are_packed_changes_the_keys(vllm_config: Any) -> None:
+    import dataclasses
+
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    modes = (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
+    packed = [dataclasses.replace(specs()["full"], kv_quant_mode=mode) for mode in modes]
+    assert len({spec.page_size_bytes for spec in packed}) == 1
+    keys = {
+        cache_config.describe(vllm_config, config(group=spec), (32, 32), "").schema.fingerprint
+        for spec in packed
+    }
+    assert len(keys) == 2
+
+
 def test_what_changes_the_bytes_changes_the_keys(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

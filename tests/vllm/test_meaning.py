@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +76,7 @@ MEANS: dict[str, dict[str, Any]] = {
 
 # Options that change the bytes only together with others: tests of their own.
 WITH_OTHERS = {
-    "CacheConfig": {"enable_prefix_caching", "replayssm_buffer_len", "calculate_kv_scales"},
+    "CacheConfig": {"enable_prefix_caching", "replayssm_buffer_len"},
     "ModelConfig": {"max_model_len", "generation_config", "override_generation_config"},
     "MultiModalConfig": {"video_pruning_method"},
     "ParallelConfig": {
@@ -214,6 +215,22 @@ OTHERWISE: dict[str, dict[str, str]] = {
 }
 
 
+# Variables of vLLM whose names sound as if they changed bytes.
+SUSPECT = re.compile("QUANT|DTYPE|INT4|INT8|FP4|FP8|MXFP|KV_CACHE|LAYOUT|VIDEO|AUDIO")
+OTHER_VARIABLES = {
+    "what may be started": "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
+    "what may be asked for": "VLLM_AUDIO_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT "
+    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MAX_AUDIO_DECODE_BYTES "
+    "VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_PREPROCESS_WORKERS",
+    "how it is computed, which may round otherwise": "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER "
+    "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD "
+    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_ROCM_FP8_PADDING "
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB VLLM_ROCM_USE_AITER_FP4BMM "
+    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_FP8BMM VLLM_USE_FLASHINFER_MOE_INT4",
+    "facts of the projection": "VLLM_KV_CACHE_LAYOUT VLLM_SSM_CONV_STATE_LAYOUT",
+}
+
+
 def class_of(name: str) -> Any:
     import vllm.config
     from vllm.config import lora, multimodal, speculative
@@ -235,6 +252,29 @@ def test_every_option_of_vllm_is_in_the_keys_or_does_not_change_the_bytes(name: 
     ]
     assert options - set(tables) == set()
     assert len(tables) == len(set(tables)), "an option is in two tables"
+
+
+def test_every_variable_of_vllm_that_may_change_the_bytes_is_in_the_keys() -> None:
+    import vllm.envs
+
+    suspect = {name for name in vllm.envs.environment_variables if SUSPECT.search(name)}
+    rows = {name for row in OTHER_VARIABLES.values() for name in row.split()}
+    assert rows.isdisjoint(meaning.ENVIRONMENT)
+    assert suspect - rows - set(meaning.ENVIRONMENT) == set()
+
+
+@pytest.mark.parametrize("name", meaning.ENVIRONMENT)
+def test_a_variable_that_changes_the_bytes_changes_the_keys(
+    name: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in meaning.ENVIRONMENT:
+        monkeypatch.delenv(each, raising=False)
+    plain = fingerprint(vllm_config)
+    seen = {plain}
+    for value in ("int8", "fp8"):
+        monkeypatch.setenv(name, value)
+        seen.add(fingerprint(vllm_config))
+    assert len(seen) == 3
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .problems import Problems
+
+# Variables of vLLM that no option of its configuration repeats, and that change values or how
+# a page is packed.
+ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
 
 # Where a model lies and who wrote its file do not change what it computes.
 _WITHOUT_MEANING = ("_name_or_path", "name_or_path", "transformers_version")
@@ -57,6 +72,8 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
         "media": _media(model),
         "adapters": _adapters(vllm_config),
         "states": _states(vllm_config.cache_config),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        or None,
         # A wrapper's key knows its first layer alone.
         "unquantized_layers": sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers) or None,
     }
