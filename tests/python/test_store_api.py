@@ -569,13 +569,13 @@ def test_everything_public_is_documented() -> None:
     assert bare == []
 
 
-def test_blocks_of_a_window_that_are_gone_are_skipped() -> None:
-    """A null block in a row is never read."""
+def test_a_prefix_is_saved_up_to_the_first_block_that_is_gone() -> None:
+    """A null block in a row is never read, and what lies behind it serves no hit (R50)."""
     pool = kvprism.MemoryPool()
     rank = Rank(pool)
     rank.save(TOKENS, [3, 0, 7])
     names = rank.schema.keys(kvprism.StoreIndex(0), hashes(TOKENS))
-    assert [pool.contains(name) for name in names] == [True, False, True]
+    assert [pool.contains(name) for name in names] == [True, False, False]
     assert rank.scheduler.counters()["sources_skipped"] == 1
     assert rank.projection.scheduler_block_size == BLOCK
 
