@@ -1,11 +1,13 @@
-"""Models that the tests share."""
+"""Models and versions of vLLM that the tests share."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import models
 import pytest
+import versions
 from filelock import FileLock
 
 FOLDER = Path(__file__).parents[2] / "build" / "vllm-models"
@@ -26,3 +28,13 @@ def model(name: str) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / f"{name}.lock"):
         return models.build(name, FOLDER)
+
+
+def version(name: str) -> Path:
+    """A folder with another version of vLLM; without it a test fails, unless that was allowed."""
+    try:
+        return versions.folder(name)
+    except versions.UnavailableError as error:
+        if os.environ.get("KVPRISM_WITHOUT_VERSIONS") == "1":
+            pytest.skip(f"cannot be fetched: {error}")
+        pytest.fail(f"cannot be fetched, and KVPRISM_WITHOUT_VERSIONS is not 1: {error}")

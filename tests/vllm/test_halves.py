@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import logging
 import time
@@ -522,6 +524,10 @@ def test_a_client_can_keep_its_request_out_of_the_store(engine: Engine) -> None:
     request = engine.request("a", TOKENS, kvprism={"save": False})
     engine.allocate(request, len(TOKENS))
     assert engine.step(a=len(TOKENS)).plan == b""
+    engine.free(request)
+    unclear = engine.request("c", TOKENS, kvprism={"save": "false"})
+    engine.allocate(unclear, len(TOKENS))
+    assert engine.step(c=len(TOKENS)).plan == b"", "only yes means yes"
     other = engine.request("b", TOKENS, kvprism={"load": False})
     assert engine.half.lookup(other, 0) == (0, False)
     assert engine.half.counters()["lookups"] == 0
@@ -581,18 +587,137 @@ def test_an_offer_that_vllm_shortens_is_refused_and_holds_nothing(
     assert engine.pool.get_num_free_blocks() == free + 3
 
 
-def test_a_prompt_that_grows_is_saved_on(engine: Engine) -> None:
-    request = engine.request("a", TOKENS[: 2 * BLOCK])
+def go_on(request: Any, tokens: list[int]) -> None:
+    """A streaming session, whose last token is discarded, gets more of its prompt from vLLM."""
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import StreamingUpdate
+
+    values = {
+        "mm_features": None,
+        "prompt_token_ids": tokens,
+        "max_tokens": 8,
+        "arrival_time": 0.0,
+        "sampling_params": SamplingParams(max_tokens=8),
+    }
+    fields = {field.name for field in dataclasses.fields(StreamingUpdate)}
+    assert fields <= values.keys()
+    update = StreamingUpdate(**{name: values[name] for name in fields})
+    scheduler = SimpleNamespace(
+        num_waiting_for_streaming_input=0, log_stats=False, hash_block_size=BLOCK
+    )
+    Scheduler._update_request_as_session(scheduler, request, update)
+
+
+def true_hashes(request: Any) -> list[bytes]:
+    """Made anew of the request's tokens."""
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    anew = copy.copy(request)
+    anew.block_hashes = []
+    return list(get_request_block_hasher(BLOCK, _hash)(anew))
+
+
+def named_in(plan: bytes, request: Any) -> list[bool]:
+    """Which of the request's blocks a plan names, each by the hash of its tokens."""
+    return [name in plan for name in true_hashes(request)]
+
+
+def saves_misnamed(plan: bytes, request: Any) -> bool:
+    """Whether a plan names anything by what vLLM remembers of tokens that were discarded."""
+    return any(
+        name in plan
+        for name, true in zip(request.block_hashes, true_hashes(request), strict=True)
+        if name != true
+    )
+
+
+# Tokens of the first prompt; the first fills a block with the token that is discarded.
+@pytest.mark.parametrize("first", [2 * BLOCK - 1, 2 * BLOCK + 3])
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_a_prompt_that_grows_is_saved_on_under_the_names_of_its_tokens(
+    mooncake: LocalMooncake, described: Any, first: int, save_decode: bool
+) -> None:
+    engine = Engine(mooncake, described, save_decode_cache=save_decode)
+    request = engine.request("a", TOKENS[:first])
     engine.allocate(request, 4 * BLOCK)
-    assert engine.step(a=2 * BLOCK).plan
+    engine.step(a=first)
+    request.num_computed_tokens = first
+    request.append_output_token_ids(777)
+    go_on(request, list(range(1000, 1000 + 4 * BLOCK - first)))
+    assert request.num_tokens == 4 * BLOCK
+    engine.half.allocated(request, None, 0)
+    plans = engine.step(a=4 * BLOCK - first).plan
+    # What the request has changed is noticed in one step, and saved in the next.
+    request.num_computed_tokens = 4 * BLOCK
+    plans += engine.step(a=1).plan
+    assert not saves_misnamed(plans, request)
+    if scheduler_side._cuts_hashes():
+        assert named_in(plans, request)[first // BLOCK :] == [True] * (4 - first // BLOCK)
+    else:
+        assert plans == b""
+    engine.half.close()
+
+
+def test_names_that_vllm_makes_wrong_are_neither_saved_nor_looked_up(
+    mooncake: LocalMooncake, described: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vLLM 0.30 and 0.31, whichever version this is."""
+    monkeypatch.setattr(scheduler_side, "_cuts_hashes", lambda: False)
+    engine = Engine(mooncake, described, purge_settle_seconds=0.01)
+    request = engine.request("a", TOKENS[: BLOCK - 1])
+    engine.allocate(request, 4 * BLOCK)
+    engine.step(a=BLOCK - 1)
+    request.num_computed_tokens = BLOCK - 1
+    request.append_output_token_ids(777)
+    go_on(request, TOKENS[: 3 * BLOCK + 1])
+    engine.half.allocated(request, None, 0)
+    assert engine.step(a=3 * BLOCK + 1).plan == b""
+    # Preempted it is not looked up.
+    request.num_computed_tokens = 0
+    engine.preempted = {"a"}
+    assert engine.step().plan == b""
+    engine.preempted = None
+    assert engine.half.lookup(request, 0) == (0, False)
+    assert engine.half.counters()["lookups"] == 0
+    # vLLM's cache holds blocks under wrong names, on which others may rest.
+    other = engine.request("b", TOKENS)
+    engine.allocate(other, len(TOKENS))
+    assert engine.step(b=len(TOKENS)).plan == b""
+    engine.free(other)
+    # While that request lives, an empty cache does not help.
+    engine.half.purge()
+    finish_purge(engine)
+    third = engine.request("c", TOKENS)
+    engine.allocate(third, len(TOKENS))
+    assert engine.step(c=len(TOKENS)).plan == b""
+    engine.free(third)
+    engine.free(request)
+    engine.half.purge()
+    finish_purge(engine)
+    last = engine.request("d", TOKENS)
+    engine.allocate(last, len(TOKENS))
+    assert engine.step(d=len(TOKENS)).plan
+    engine.half.close()
+
+
+def test_the_end_of_a_prompt_that_grows_is_told(mooncake: LocalMooncake) -> None:
+    """Of windows nothing else may be kept: vLLM keeps what the end of the prompt needs."""
+    engine = Engine(mooncake, describe(configuration(window=2 * BLOCK)))
+    request = engine.request("a", TOKENS[: 2 * BLOCK])
+    told: list[tuple[int, int]] = []
+    core = engine.half._core
+    engine.half.__dict__["_core"] = SimpleNamespace(
+        allocated=core.allocated,
+        take_acquired=core.take_acquired,
+        prompt=lambda number, tokens: told.append((number, tokens)),
+    )
     request.num_computed_tokens = 2 * BLOCK
-    assert not engine.step(a=1).plan
-    # As a streaming session does it.
-    request.append_output_token_ids(TOKENS[2 * BLOCK : 4 * BLOCK])
-    request.num_prompt_tokens = 4 * BLOCK
+    go_on(request, TOKENS[2 * BLOCK : 4 * BLOCK])
     engine.half.new_request(request)
-    assert engine.step(a=2 * BLOCK).plan
-    assert engine.half.counters()["block_ids_read"] == 4
+    engine.half.__dict__["_core"] = core
+    assert told == ([(1, 4 * BLOCK)] if scheduler_side._cuts_hashes() else [])
+    engine.half.close()
 
 
 @pytest.mark.parametrize("window", [None, 2 * BLOCK])

@@ -66,10 +66,7 @@ def test_what_models_write_into_their_configuration_is_left_out(version: str) ->
     if version == "installed":
         root = Path(vllm.__file__).parent
     else:
-        try:
-            root = versions.folder(version) / "vllm"
-        except versions.UnavailableError as error:
-            pytest.skip(f"cannot be fetched: {error}")
+        root = conftest.version(version) / "vllm"
     sources = [
         path
         for folder in ("model_executor/models", "models")

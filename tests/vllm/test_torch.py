@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import kvprism
 import pytest
+from kvprism.vllm import ready
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "uint8"])
@@ -45,3 +47,28 @@ def test_bytes_come_back_into_a_tensor(dtype: str) -> None:
     assert torch.equal(raw[4:7], raw[1:4])
     worker.close()
     scheduler.close()
+
+
+def test_events_are_of_the_runtime_that_pytorch_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    maps = tmp_path / "maps"
+    ends = {name: f"/lib/{name}" for name in ("libcudart.so.12", "libcudart.so.13", "libc.so.6")}
+    line = "7f00-7f01 r-xp 00000000 08:01 1 "
+    maps.write_text("".join(f"{line}{path}\n" for path in ends.values()))
+    assert ready._cudart_path(str(maps)) == ends["libcudart.so.13"]
+    maps.write_text(f"{line}{ends['libc.so.6']}\n7f02-7f03 rw-p 0 00:00 0\n")
+    with pytest.raises(RuntimeError, match="no libcudart"):
+        ready._cudart_path(str(maps))
+
+
+def test_a_step_on_rocm_waits_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls its devices "cuda"."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert isinstance(ready.ready_source("cuda"), ready.SynchronizedReady)
+    assert isinstance(ready.ready_source("cpu"), ready.HostReady)

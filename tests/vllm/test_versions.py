@@ -33,12 +33,7 @@ CALLERS = ("v1", "distributed/kv_transfer", "config", "model_executor/layers/att
     ],
 )
 def version(request: pytest.FixtureRequest) -> str:
-    try:
-        versions.folder(request.param)
-    except versions.UnavailableError as error:
-        if os.environ.get("KVPRISM_WITHOUT_VERSIONS") == "1":
-            pytest.skip(f"cannot be fetched: {error}")
-        pytest.fail(f"cannot be fetched, and KVPRISM_WITHOUT_VERSIONS is not 1: {error}")
+    conftest.version(request.param)
     return str(request.param)
 
 

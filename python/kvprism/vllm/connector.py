@@ -51,6 +51,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | IdleSide | None = None
         self._worker: WorkerSide | None = None
         self._lent: ObjectStore | None = None
+        self._described: Described | None = None  # in a worker: what its keys are made of
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
         _refuse_sleep_mode(vllm_config)
@@ -64,18 +65,18 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         if self._idle:
             self._scheduler = IdleSide()
         else:
-            self._described = self._describe()
+            described = self._describe()
             self._scheduler = SchedulerSide(
-                self._described,
+                described,
                 self._options,
                 loads=loads,
                 saves=saves,
                 announcer=(
-                    Announcer(kv_cache_config, self._described.projection)
+                    Announcer(kv_cache_config, described.projection)
                     if wanted(vllm_config)
                     else None
                 ),
-                stages=self._stages(self._described, {}),
+                stages=self._stages(described, {}),
             )
 
     def _describe(
@@ -154,8 +155,9 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if self._worker is not None:
             self._worker.close()
+        self._described = self._describe()
         self._worker = WorkerSide(
-            self._describe(),
+            self._described,
             self._options,
             self._kv_cache_config,
             self._vllm_config.parallel_config.rank,
@@ -258,7 +260,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         lacks = len(held) < len(self._kv_cache_config.kv_cache_groups)
         if self._idle or not (alone or lacks):
             return None
-        described = self._describe()
+        described = self._described or self._describe()
         meaning = described.meaning if alone else None
         return StageMetadata(held, described.schema.fingerprint, meaning)
 
@@ -279,7 +281,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                 list(held),
                 list(taken.groups),
             )
-        fingerprint = self._describe().schema.fingerprint
+        fingerprint = (self._described or self._describe()).schema.fingerprint
         if taken.fingerprint != fingerprint:
             logger.error(
                 "kvprism: pipeline stage %d names its objects with the fingerprint %s, and the "
@@ -388,8 +390,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         held = {stage: words.groups for stage, words in enumerate(stages)}
         if any(len(groups) < described.projection.num_groups for groups in held.values()):
             described = self._describe(held, meaning)
-        if self._half().learn(described, stages):
-            self._described = described
+        self._half().learn(described, stages)
 
     def reset_cache(self) -> bool | None:
         """The engine's caches are void, e.g. after a change of weights.

@@ -11,6 +11,7 @@ from .problems import Problems, suggestion
 
 logger = logging.getLogger("vllm.kvprism")
 
+_FIRST_LOOK_SECONDS = 5.0
 MODES = ("read_write", "read_only", "write_only", "off")
 
 
@@ -28,8 +29,10 @@ class ControlFile:
         self._taken = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kvprism-control", daemon=True)
-        self._look()
+        self._looked = threading.Event()
         self._thread.start()
+        # The first step should know the mode; a file system that hangs must not hold up the start.
+        self._looked.wait(_FIRST_LOOK_SECONDS)
 
     def take(self) -> str | None:
         """The mode of the file when it is another one than was taken; None otherwise."""
@@ -45,6 +48,8 @@ class ControlFile:
         self._thread.join(5.0)
 
     def _watch(self) -> None:
+        self._look()
+        self._looked.set()
         while not self._ended.wait(self._every):
             self._look()
 

@@ -12,9 +12,8 @@ from .stats import StoreStats
 class IdleSide:
     """Answers as a SchedulerSide that has nothing to do: its cache need not be storable."""
 
-    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> bool:
+    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> None:
         """Nothing is named, so nothing has to agree."""
-        return True
 
     def bind_pool(self, pool: Any) -> None:
         """No job holds a block."""

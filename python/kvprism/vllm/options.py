@@ -215,7 +215,8 @@ OPTIONS: tuple[Option, ...] = (
         "seconds",
         10.0,
         "seconds",
-        "How long a worker waits at its end for saves in flight.",
+        "How long a worker waits at its end for saves in flight, as far as vLLM lets it: workers "
+        "in processes of their own get `VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS` (5).",
         least=0.0,
     ),
     Option(

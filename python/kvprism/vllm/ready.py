@@ -75,20 +75,32 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _cudart_path() -> str:
-    """The CUDA runtime that PyTorch has loaded into this process: events belong to one runtime."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
+def _cudart_path(maps: str = "/proc/self/maps") -> str:
+    """The CUDA runtime that PyTorch has loaded into this process: events belong to one runtime.
+
+    Mooncake may have loaded another one, of another major version.
+    """
+    import torch
+
+    major = str(torch.version.cuda).split(".")[0]
+    found = set()
+    with open(maps, encoding="utf-8") as lines:
+        for line in lines:
             path = line.rsplit(" ", 1)[-1].strip()
             if "/libcudart" in path:
-                return path
-    raise RuntimeError("PyTorch has loaded no libcudart: no event can be recorded")
+                found.add(path)
+    if not found:
+        raise RuntimeError("PyTorch has loaded no libcudart: no event can be recorded")
+    return min(found, key=lambda path: (f".so.{major}" not in path, path))
 
 
 def ready_source(device_type: str) -> HostReady | SynchronizedReady | CudaReady:
     """How to make tokens for a type of device as PyTorch names it."""
     if device_type == "cpu":
         return HostReady()
-    if device_type == "cuda":
+    import torch
+
+    # PyTorch calls the devices of ROCm "cuda", and has another runtime for them.
+    if device_type == "cuda" and torch.version.hip is None:
         return CudaReady()
     return SynchronizedReady(device_type)

@@ -29,7 +29,9 @@ class _Tracked:
         "hashes",
         "last_hash",
         "limit",
+        "misnamed",
         "number",
+        "prompt",
         "purged",
         "request",
         "step",
@@ -40,6 +42,8 @@ class _Tracked:
         self.request = request
         self.limit = limit  # tokens that may be saved; None: all
         self.step = step  # the fewest tokens that may be saved
+        self.prompt = request.num_prompt_tokens  # its length when it was seen last
+        self.misnamed = False  # its hashes may not be those of its tokens
         self.hashes = 0  # seen so far
         self.last_hash = b""  # of those
         self.begin()
@@ -51,7 +55,8 @@ class _Tracked:
         self.purged = False  # what it has computed is older than a purge
 
     def may_save(self) -> bool:
-        return not self.purged and (self.limit is None or self.limit >= self.step)
+        limited = self.limit is not None and self.limit < self.step
+        return not (self.purged or self.misnamed or limited)
 
     def has_changed(self) -> bool:
         """Whether tokens that were seen before are others now, as a streaming session does it."""
@@ -61,6 +66,15 @@ class _Tracked:
         self.hashes = len(hashes)
         self.last_hash = hashes[-1] if hashes else b""
         return False
+
+
+def _cuts_hashes() -> bool:
+    """Whether a streaming session that discards its last token discards its hash as well."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = getattr(Scheduler, "_update_request_as_session", None)
+    # A version without sessions has nothing to cut; another one's method must know of hashes.
+    return update is None or "block_hashes" in update.__code__.co_names
 
 
 class SchedulerSide:
@@ -98,6 +112,8 @@ class SchedulerSide:
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
+        self._cuts_hashes = _cuts_hashes()
+        self._cache_misnamed = False
         self._stages = stages  # of several: told with the next step
         self._heard = stages
         if not stages:
@@ -128,17 +144,17 @@ class SchedulerSide:
             purge_settle_seconds=options.purge_settle_seconds,
         )
 
-    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> bool:
-        """Takes what all pipeline stages hold, and says whether it has; vLLM may repeat it."""
+    def learn(self, described: Described, stages: tuple[StageMetadata, ...]) -> None:
+        """Takes what all pipeline stages hold; vLLM may repeat it."""
         if "_core" in self.__dict__:
             if stages == self._heard and described.facts == self._described.facts:
-                return True
+                return
             if self._requests or self.pending_work() or self._purge_runs():
                 logger.error(
                     "kvprism: the pipeline stages were told of anew while requests or jobs are "
                     "under way: what they were before is kept"
                 )
-                return False
+                return
             store = open_store(self._options, gives_memory=False)
             self._core.close(0.5)  # and the store before it
             del self._core
@@ -148,7 +164,6 @@ class SchedulerSide:
         self._described = described
         self._stages = self._heard = stages
         self._core.set_mode(self._mode)
-        return True
 
     def bind_pool(self, pool: Any) -> None:
         """Takes the block pool whose references keep the blocks of jobs."""
@@ -198,7 +213,7 @@ class SchedulerSide:
             if tracked is not None:
                 self._begin_again(tracked)
         state = output.kv_connector_block_state
-        if self._saves and state is not None and not self._purge_runs():
+        if state is not None and self._may_save():
             self._save_positional(output.num_scheduled_tokens, state)
             if state.boundary_state_offloads:
                 self._save_states(state.boundary_state_offloads)
@@ -235,6 +250,9 @@ class SchedulerSide:
     def _watch(self, tracked: _Tracked) -> None:
         if self._saves and tracked.may_save():
             self._saving[tracked.request.request_id] = tracked
+
+    def _may_save(self) -> bool:
+        return self._saves and not self._cache_misnamed and not self._purge_runs()
 
     def _purge_runs(self) -> bool:
         """Whether nothing is saved now: what is computed meanwhile is saved afterwards."""
@@ -293,7 +311,7 @@ class SchedulerSide:
 
     def save_last_states(self, request: Any, offers: list[tuple[int, int, int]]) -> None:
         """States that a request leaves behind when it ends, before its blocks are free."""
-        if self._saves:
+        if self._may_save():
             self._save_states({request.request_id: offers})
             self._reference()
 
@@ -316,36 +334,74 @@ class SchedulerSide:
 
     def _number(self, request: Any) -> int:
         """The StoreScheduler's number of a request: another one when its tokens are others."""
-        tracked = self._requests.get(request.request_id)
+        before = self._requests.get(request.request_id)
         # Other tokens, but the same blocks: what is in them is as old as it was.
-        purged = tracked is not None and tracked.purged and request.num_computed_tokens > 0
-        if tracked is not None and (tracked.request is not request or tracked.has_changed()):
-            self._core.finished(tracked.number)
+        purged = before is not None and before.purged and request.num_computed_tokens > 0
+        tracked = before if before is not None and before.request is request else None
+        grown = tracked is not None and request.num_prompt_tokens > tracked.prompt
+        misnamed = tracked is not None and (tracked.misnamed or (grown and not self._cuts_hashes))
+        if before is not None and (tracked is None or tracked.has_changed()):
+            self._core.finished(before.number)
             if self._announcer is not None:
-                self._announcer.finish(tracked.number)
+                self._announcer.finish(before.number)
             tracked = None
-        if tracked is not None and request.num_prompt_tokens > (tracked.limit or 1 << 62):
-            # A streaming session has got more of its prompt.
-            tracked.limit = request.num_prompt_tokens
-            self._watch(tracked)
         if tracked is None:
-            limit = None if self._save_decode else request.num_prompt_tokens
-            step = self._step_tokens
-            if self._fine:
-                step = min(step, request.num_prompt_tokens)
-            tracked = _Tracked(self._next_number, request, limit, step)
-            self._next_number += 1
-            if self._announcer is not None:
-                self._announcer.begin(tracked.number, request)
-            tracked.purged = purged
-            tracked.has_changed()
-            self._requests[request.request_id] = tracked
-            self._restrict(tracked)
-            if self._saves:
-                self._core.prompt(tracked.number, request.num_prompt_tokens)
-            self._saving.pop(request.request_id, None)
-            self._watch(tracked)
+            tracked = self._track(request, purged=purged, misnamed=misnamed)
+        elif grown:
+            self._grow(tracked, misnamed=misnamed)
         return tracked.number
+
+    def _track(self, request: Any, *, purged: bool, misnamed: bool) -> _Tracked:
+        limit = None if self._save_decode else request.num_prompt_tokens
+        step = self._step_tokens
+        if self._fine:
+            step = min(step, request.num_prompt_tokens)
+        tracked = _Tracked(self._next_number, request, limit, step)
+        self._next_number += 1
+        if self._announcer is not None:
+            self._announcer.begin(tracked.number, request)
+        tracked.purged = purged
+        tracked.has_changed()
+        self._requests[request.request_id] = tracked
+        self._restrict(tracked)
+        if self._saves:
+            self._core.prompt(tracked.number, request.num_prompt_tokens)
+        self._saving.pop(request.request_id, None)
+        if misnamed:
+            self._misname(tracked)
+        self._watch(tracked)
+        return tracked
+
+    def _grow(self, tracked: _Tracked, *, misnamed: bool) -> None:
+        """A streaming session has got more of its prompt."""
+        tracked.prompt = tracked.request.num_prompt_tokens
+        if misnamed:
+            self._misname(tracked)
+            return
+        if self._saves:
+            self._core.prompt(tracked.number, tracked.prompt)
+        if tracked.limit is not None:
+            tracked.limit = tracked.prompt
+        if self._fine:
+            tracked.checked_below = min(tracked.checked_below, tracked.prompt)
+        self._watch(tracked)
+
+    def _misname(self, tracked: _Tracked) -> None:
+        """vLLM 0.30 and 0.31 leave a session the hash of the token that it discards.
+
+        Its blocks then have names of other tokens, in vLLM's own cache as well, so that whatever
+        rests on that may be wrong: nothing is saved before the caches are reset.
+        """
+        tracked.misnamed = True
+        self._core.restrict(tracked.number, load=False, save=False)
+        self._saving.pop(tracked.request.request_id, None)
+        if not self._cache_misnamed:
+            self._cache_misnamed = True
+            logger.error(
+                "kvprism: this version of vLLM gives the tokens of a streaming session wrong "
+                "hashes, and caches its blocks under them: nothing is saved any more before "
+                "reset_prefix_cache with reset_connector; vLLM 0.32 does it right"
+            )
 
     def _restrict(self, tracked: _Tracked) -> None:
         """A client may keep its request out: kv_transfer_params {"kvprism": {"save": false}}."""
@@ -353,7 +409,8 @@ class SchedulerSide:
         wish = parameters.get("kvprism") if isinstance(parameters, Mapping) else None
         if not isinstance(wish, Mapping):
             return
-        load, save = (wish.get(word) is not False for word in ("load", "save"))
+        # Whoever says anything but yes wants to be kept out.
+        load, save = (wish.get(word, True) is True for word in ("load", "save"))
         if not (load and save):
             self._core.restrict(tracked.number, load=load, save=save)
 
@@ -416,6 +473,8 @@ class SchedulerSide:
         """Removes this model's objects; the store is not used before that is done."""
         self._stirred = True
         self._purging = True
+        # vLLM's own cache is as empty, and such a request goes on filling it.
+        self._cache_misnamed = any(tracked.misnamed for tracked in self._requests.values())
         waiting = set(self._loading.values())
         for request_id, tracked in self._requests.items():
             computed = tracked.request.num_computed_tokens

@@ -112,6 +112,18 @@ class StoreStats(KVConnectorStats):
         return not any(self.data.values())
 
 
+Paths = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _split(names: Iterable[str]) -> Paths:
+    """Each name with the steps to its value, which steps of an engine then need not look for."""
+    return tuple((name, tuple(name.split("."))) for name in names)
+
+
+_PATHS = _split((*COUNTERS, *GAUGES, *_BUCKETS))
+_GROUP_PATHS = _split(GROUP_COUNTERS)
+
+
 class Differences:
     """Counters since the last call, from counters since the start."""
 
@@ -124,24 +136,22 @@ class Differences:
 
     def take(self, counters: Mapping[str, Any]) -> StoreStats | None:
         """What has been added; None when nothing."""
-        fresh = self._added(counters, (*COUNTERS, *GAUGES, *_BUCKETS), "")
+        fresh = self._added(counters, _PATHS, "")
         return StoreStats(data=fresh) if fresh else None
 
     def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> StoreStats | None:
         """The same of a worker's groups."""
         fresh: dict[str, int] = {}
         for number, counters in enumerate(groups):
-            fresh |= self._added(counters, GROUP_COUNTERS, f"groups.{number}.")
+            fresh |= self._added(counters, _GROUP_PATHS, f"groups.{number}.")
         return StoreStats(data=fresh) if fresh else None
 
-    def _added(
-        self, counters: Mapping[str, Any], paths: Iterable[str], prefix: str
-    ) -> dict[str, int]:
+    def _added(self, counters: Mapping[str, Any], paths: Paths, prefix: str) -> dict[str, int]:
         fresh = {}
-        for path in paths:
+        for path, steps in paths:
             value: Any = counters
-            for part in path.split("."):
-                value = value.get(part, 0) if isinstance(value, Mapping) else 0
+            for step in steps:
+                value = value.get(step, 0) if isinstance(value, Mapping) else 0
             name = prefix + path
             added = value - self._last.get(name, 0)
             if added:

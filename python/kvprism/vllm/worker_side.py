@@ -161,12 +161,15 @@ class WorkerSide:
             return
         self._closed = True
         end = time.monotonic() + self._shutdown_timeout
-        while self._worker.counters()["jobs_alive"]:
-            left = end - time.monotonic()
-            if left <= 0:
-                break
-            self._worker.wait(min(left, 0.1))
-        unquiet = self._worker.close(max(0.5, end - time.monotonic()))
+        try:
+            while self._worker.counters()["jobs_alive"]:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._worker.wait(min(left, 0.1))
+        finally:
+            # Also when vLLM, which has a bound of its own, ends the wait with SIGTERM.
+            unquiet = self._worker.close(max(0.5, end - time.monotonic()))
         if unquiet:
             logger.warning(
                 "kvprism: %d calls of Mooncake have not ended; their memory stays mapped", unquiet
