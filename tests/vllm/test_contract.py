@@ -510,7 +510,16 @@ def test_every_difference_of_another_vllm_is_named() -> None:
         ("vllm.v1.request", "Request", ("kv_transfer_params", "gone")),
         ("vllm.v1.request", "Gone", ()),
     )
-    found = differences(KVPrismConnector, (Changed, SupportsHMA), used)
+    called = (
+        ("vllm.distributed.utils", "get_pp_indices", ("num_hidden_layers", "pp_rank", "stages")),
+        ("vllm.distributed.utils", "get_gone", ("one", "other")),
+        ("vllm.v1.request", "Request.__init__", ("request_id",)),
+    )
+    found = differences(KVPrismConnector, (Changed, SupportsHMA), used, called)
+    constructor = [line for line in found if line.startswith("vllm.v1.request.Request.__init__(")]
+    assert len(constructor) == 1
+    assert constructor[0].endswith("): expected (request_id)")
+    found.remove(constructor[0])
     assert sorted(found) == [
         "Changed.build_prom_metrics(config): "
         "expected (vllm_config, metric_types, labelnames, per_engine_labelvalues)",
@@ -520,10 +529,49 @@ def test_every_difference_of_another_vllm_is_named() -> None:
         "expected (request, block_ids, partial_tail_offloads)",
         "Changed.told_by_nobody: must be defined, and is not known",
         "Changed.wait_for_save: missing, expected ()",
+        "vllm.distributed.utils.get_gone: missing, expected (one, other)",
+        "vllm.distributed.utils.get_pp_indices(num_hidden_layers, pp_rank, pp_size): "
+        "expected (num_hidden_layers, pp_rank, stages)",
         "vllm.v1.outputs.KVConnectorOutput.gone: missing",
         "vllm.v1.request.Gone: missing",
         "vllm.v1.request.Request.gone: missing",
     ]
+
+
+def test_an_import_that_is_gone_is_told_with_everything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked for before the connector is imported, which would end with the first one."""
+    from kvprism.vllm import contract
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    contract.check_imports()
+    monkeypatch.delattr(kv_transfer_state, "has_kv_transfer_group")
+    gone = (("vllm.v1.gone", "Gone", ("one",)),)
+    monkeypatch.setattr(contract, "_USED", gone)
+    for _ in range(2):
+        with pytest.raises(kvprism.UnsupportedError) as caught:
+            _ = kvprism_vllm.KVPrismConnector
+    state = "vllm.distributed.kv_transfer.kv_transfer_state"
+    assert str(caught.value).split(":\n  ")[1].split("\n  ") == [
+        f"{state}.has_kv_transfer_group: missing",
+        "vllm.v1.gone.Gone: missing",
+        f"{state}.has_kv_transfer_group: missing, expected ()",
+    ]
+
+
+def test_every_import_of_our_modules_is_asked_for_before() -> None:
+    import ast
+    from pathlib import Path
+
+    from kvprism.vllm import contract
+
+    found: dict[str, set[str]] = {}
+    for file in Path(contract.__file__).parent.glob("*.py"):
+        for node in ast.parse(file.read_text("utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                found.setdefault(str(node.module), set()).update(each.name for each in node.names)
+    assert found == {module: set(names) for module, names in contract._IMPORTED}
 
 
 def test_every_method_of_the_contract_is_our_own() -> None:
@@ -597,6 +645,53 @@ def test_the_name_is_known_to_vllm_without_a_module_path() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("KVPrismConnector") is KVPrismConnector
 
 
+class SetOnly:
+    """A gauge as Ray's are."""
+
+    shown: dict[tuple[str, ...], list[SetOnly]] = {}  # noqa: RUF012  # of all front ends
+
+    def __init__(
+        self, name: str, documentation: str, labelnames: list[str], multiprocess_mode: str
+    ) -> None:
+        assert multiprocess_mode == "sum"
+        self.name, self.labelnames, self.value = name, labelnames, 0.0
+
+    def labels(self, *values: object) -> SetOnly:
+        assert len(values) == len(self.labelnames)
+        child = SetOnly(self.name, "", self.labelnames, "sum")
+        self.shown.setdefault((self.name, *map(str, values)), []).append(child)
+        return child
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+def test_gauges_of_several_front_ends_add_up() -> None:
+    """Each of two API servers hears of every other step; a gauge of Ray has nothing but set()."""
+    from types import SimpleNamespace
+
+    from kvprism.vllm.stats import GAUGES, Differences, StoreMetrics
+    from prometheus_client import Counter, Gauge, Histogram
+
+    kinds: dict[Any, Any] = {Gauge: SetOnly}
+    kinds[Counter] = kinds[Histogram] = lambda **_: SimpleNamespace(labels=lambda *_: None)
+    config = SimpleNamespace(kv_transfer_config=None)
+    values: dict[int, list[object]] = {0: ["front0"], 1: ["front1"]}
+    fronts = [StoreMetrics(config, kinds, ["engine"], values) for _ in range(2)]
+    differences = Differences()
+    for step, alive in enumerate((3, 7, 2, 0, 5)):
+        told = differences.take({"ledger": {"alive": alive, "blocks_held": 10 * alive}})
+        assert told is not None
+        fronts[step % 2].observe(told.data, 1)
+        for name, level in (("jobs_alive", alive), ("blocks_held", 10 * alive)):
+            shown = SetOnly.shown[f"vllm:kvprism_{name}", "front1"]
+            assert len(shown) == len(fronts)
+            assert sum(gauge.value for gauge in shown) == level
+    every = {f"vllm:kvprism_{name}" for name, _ in GAUGES.values()}
+    assert {name for name, value in SetOnly.shown if value == "front0"} == every
+    assert not any(SetOnly.shown[name, "front0"][at].value for name in every for at in range(2))
+
+
 def test_what_a_worker_moves_is_told_by_group() -> None:
     from types import SimpleNamespace
 
@@ -638,7 +733,7 @@ def test_what_a_worker_moves_is_told_by_group() -> None:
     from prometheus_client import Counter as Real
     from prometheus_client import Gauge, Histogram
 
-    kinds = {Real: Counter, Gauge: Counter, Histogram: Counter}
+    kinds = {Real: Counter, Gauge: SetOnly, Histogram: Counter}
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = StoreMetrics(config, kinds, ["engine"], {0: ["e0"]})
     metrics.observe(told.data | {"loads": 2, "groups.1.unknown": 3})

@@ -759,7 +759,8 @@ def test_what_is_kept_of_a_failed_load(window: int | None) -> None:
         assert results.failed_blocks == set()
 
 
-def make_worker(mooncake: LocalMooncake, config: Any, described: Any) -> WorkerSide:
+def memory_of(config: Any) -> dict[str, Any]:
+    """What vLLM hands to a worker's connector."""
     import torch
     from vllm.v1.kv_cache_interface import create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -769,9 +770,12 @@ def make_worker(mooncake: LocalMooncake, config: Any, described: Any) -> WorkerS
     raw = torch.zeros(placed.size, dtype=torch.int8)
     layout = KVCacheLayout[config.kv_cache_layout]
     views = create_kv_cache_views(raw, spec, config.num_blocks, layout, placed, None)
+    return dict(zip(placed.layers, views, strict=True))
+
+
+def make_worker(mooncake: LocalMooncake, config: Any, described: Any) -> WorkerSide:
     options = read_options({"master_server_address": mooncake.master}, {})
-    named = dict(zip(placed.layers, views, strict=True))
-    return WorkerSide(described, options, config, 0, named)
+    return WorkerSide(described, options, config, 0, memory_of(config))
 
 
 def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:

@@ -109,7 +109,7 @@ def test_llama_4_is_tuned_by_length_where_generation_does_not_say(vllm_config: A
     assert elsewhere != revision(vllm_config, llama4)
 
 
-def sparse_caches(packing: str) -> tuple[Any, Any]:
+def sparse_caches(packing: str, layout: str = "BLNHC", layers: int = 1) -> tuple[Any, Any]:
     """What a worker has of sparse attention beside its indexer, and what the scheduler has."""
     import test_layouts
     import torch
@@ -130,23 +130,41 @@ def sparse_caches(packing: str) -> tuple[Any, Any]:
         **(packed if packing == "fp8_ds_mla" else plain),
     )
     # In the order in which a layer makes them.
-    made, _ = test_layouts.engine("BLNHC", {"0.indexer": keys, "0.attn": rows})
+    specs = {}
+    for at in range(layers):
+        specs |= {f"{at}.indexer": keys, f"{at}.attn": rows}
+    made, _ = test_layouts.engine(layout, specs)
     return made, planning.generate_scheduler_kv_cache_config([made])
 
 
-def test_a_packing_that_only_workers_know_is_in_the_keys_of_both(vllm_config: Any) -> None:
+def sparse_config(vllm_config: Any, dtype: str, **ranks: int) -> Any:
+    """The configuration of a model with sparse attention."""
     sparse = vllm_config.model_config.hf_config.to_dict() | {"index_topk": 2048}
+    changed = copy.copy(vllm_config)
+    for part in ("model_config", "cache_config", "parallel_config"):
+        object.__setattr__(changed, part, copy.copy(getattr(vllm_config, part)))
+    object.__setattr__(changed.model_config, "hf_config", SimpleNamespace(to_dict=lambda: sparse))
+    object.__setattr__(changed.cache_config, "cache_dtype", dtype)
+    for name, count in ranks.items():
+        object.__setattr__(changed.parallel_config, name, count)
+    return changed
 
-    def described(cache: Any, dtype: str, ranks: int = 2) -> Any:
-        changed = copy.copy(vllm_config)
-        changed.model_config = copy.copy(vllm_config.model_config)
-        changed.cache_config = copy.copy(vllm_config.cache_config)
-        changed.parallel_config = copy.copy(vllm_config.parallel_config)
-        object.__setattr__(
-            changed.model_config, "hf_config", SimpleNamespace(to_dict=lambda: sparse)
-        )
-        object.__setattr__(changed.cache_config, "cache_dtype", dtype)
-        object.__setattr__(changed.parallel_config, "tensor_parallel_size", ranks)
+
+# In LHBNC and BHLNC vLLM cannot lay out pages of several sizes.
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_stages_of_any_number_of_layers_name_a_packing_alike(vllm_config: Any, layout: str) -> None:
+    names = []
+    for packing, layers in (("fp8_ds_mla", 1), ("fp8_ds_mla", 3), ("auto", 1), ("auto", 3)):
+        stage, _ = sparse_caches(packing, layout, layers)
+        changed = sparse_config(vllm_config, packing, pipeline_parallel_size=2)
+        names.append(cache_config.meaning_of(changed, stage)["kv_quantization"])
+    assert names[0] == names[1] == f"sparse, {64 * 132}, {64 * 656} bytes"
+    assert names[2] == names[3] == f"sparse, {64 * 132}, {64 * 576 * 2} bytes"
+
+
+def test_a_packing_that_only_workers_know_is_in_the_keys_of_both(vllm_config: Any) -> None:
+    def described(cache: Any, dtype: str) -> Any:
+        changed = sparse_config(vllm_config, dtype, tensor_parallel_size=2)
         return cache_config.describe(changed, cache, (64, 64), "")
 
     worker, scheduler = sparse_caches("fp8_ds_mla")

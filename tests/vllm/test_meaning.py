@@ -346,6 +346,11 @@ def test_what_does_not_change_the_bytes_leaves_the_keys_alone(vllm_config: Any) 
     assert fingerprint(vllm_config, adapters, max_loras=4) == plain
     assert fingerprint(vllm_config, "LoadConfig", load_format="safetensors") == plain
     assert fingerprint(vllm_config, "CacheConfig", replayssm_buffer_len=8) == plain
+    # What a worker writes that joins a running engine, and then gets the weights of the others.
+    grows = copy.copy(vllm_config)
+    grows.parallel_config = copy.copy(vllm_config.parallel_config)
+    object.__setattr__(grows.parallel_config, "enable_elastic_ep", True)
+    assert fingerprint(grows, "LoadConfig", load_format="dummy") == plain
 
 
 def test_options_that_matter_beside_another(vllm_config: Any) -> None:

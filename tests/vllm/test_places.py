@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 import test_halves as halves
 import test_layouts as layouts
 from kvprism.local_mooncake import LocalMooncake
-from kvprism.vllm import cache_config
+from kvprism.vllm import cache_config, worker_side
 from kvprism.vllm.metadata import StageMetadata, StepMetadata
 
 pytestmark = pytest.mark.xdist_group("places")
@@ -112,6 +113,12 @@ def two_stages(*, first_has_window: bool = False) -> tuple[Any, list[Any], Any]:
     return vllm_config, stages, kv_cache_utils.generate_scheduler_kv_cache_config(stages)
 
 
+def one_stage() -> Any:
+    vllm_config, _, _ = two_stages()
+    vllm_config.parallel_config.pipeline_parallel_size = 1
+    return vllm_config
+
+
 def test_a_stage_without_layers_of_a_group() -> None:
     import torch
 
@@ -145,12 +152,15 @@ def test_a_stage_without_layers_of_a_group() -> None:
 def test_stages_that_name_their_objects_otherwise_are_refused() -> None:
     vllm_config, _, whole = two_stages()
     scheduler = cache_config.describe(vllm_config, whole, (32, 32), "places")
+    facts = scheduler.projection.digest_facts
     ours = scheduler.schema.fingerprint
-    cache_config.check_stages(scheduler, {0: ours, 1: ours})
+    cache_config.check_ranks(scheduler, {(0, 0): (ours, facts), (1, 0): (ours, facts)})
     with pytest.raises(kvprism.ConfigError) as caught:
-        cache_config.check_stages(scheduler, {0: ours, 1: "0" * 32})
-    assert f"pipeline stage 1: fingerprint of its keys = '{'0' * 32}': expected {ours}" in str(
-        caught.value
+        cache_config.check_ranks(scheduler, {(0, 0): (ours, facts), (1, 0): ("0" * 32, facts)})
+    assert str(caught.value) == (
+        "what ranks see of the caches: 1 problem\n"
+        f"  rank (1, 0): fingerprint of its keys = '{'0' * 32}': expected {ours} (layers of one "
+        "group differ in size, and this stage begins with another one)"
     )
 
 
@@ -203,6 +213,18 @@ def words_of(workers: list[Any]) -> dict[tuple[int, int], Any]:
     return {place: words for place, words in told.items() if words is not None}
 
 
+def spoken_by(workers: list[Any]) -> dict[tuple[int, int], Any]:
+    """As words_of, where each is the only connector of its process."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    words = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for stage, worker in enumerate(workers):
+            patch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
+            words[stage, 0] = worker.get_handshake_metadata()
+    return words
+
+
 NO_TOKENS = SimpleNamespace(
     num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
 )
@@ -229,6 +251,32 @@ def test_workers_tell_the_scheduler_which_groups_they_hold(mooncake: LocalMoonca
     half.shutdown()
 
 
+def test_a_stage_that_forgets_what_may_be_transferred_is_refused(mooncake: LocalMooncake) -> None:
+    """vLLM does so where a stage holds a part of such a group (D9); its plans would be refused."""
+    vllm_config, stages, whole = two_stages(first_has_window=True)
+    (window,) = (
+        gid
+        for gid, group in enumerate(whole.kv_cache_groups)
+        if type(group.kv_cache_spec).__name__ == "SlidingWindowSpec"
+    )
+    local = [copy.deepcopy(config) for config in (whole, *stages)]
+    for config in local:
+        config.kv_cache_groups[window].enable_kv_transfer = False
+    scheduler, worker = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    half = scheduler(local[0])
+    remembered = [worker(config, rank) for rank, config in enumerate(local[1:])]
+    forgotten = [worker(config, rank) for rank, config in enumerate(stages)]
+    half.set_xfer_handshake_metadata_pp_aware(spoken_by(remembered))
+    with pytest.raises(kvprism.ConfigError) as caught:
+        half.set_xfer_handshake_metadata_pp_aware(spoken_by([remembered[0], forgotten[1]]))
+    assert (
+        f"rank (1, 0): groups[{window}].enable_kv_transfer = 'true': expected 'false', as in the "
+        "scheduler"
+    ) in str(caught.value)
+    assert "rank (0, 0)" not in str(caught.value)
+    half.shutdown()
+
+
 def test_stages_are_heard_anew_while_nothing_is_under_way(
     mooncake: LocalMooncake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,24 +287,24 @@ def test_stages_are_heard_anew_while_nothing_is_under_way(
     told = words_of([worker(config, rank) for rank, config in enumerate(stages)])
     half.set_xfer_handshake_metadata_pp_aware({})
     side = half._half()
-    core, before = side._core, half._described
+    core, before = side._core, side._described
     assert keys_of_a_lookup(half) == 3 * 2 + 3 * 2, "who says nothing holds all"
     half.build_connector_meta(NO_TOKENS)
     half.get_kv_connector_stats()
     half.set_xfer_handshake_metadata_pp_aware({})
     assert side._core is core
-    assert half._described is not before, "another object with the same words"
+    assert side._described is before, "the same words"
     half.set_xfer_handshake_metadata_pp_aware(told)
     assert side._core is not core
     assert keys_of_a_lookup(half) == 3 * 2 + 3
     (spoken,) = {half.build_connector_meta(NO_TOKENS).stages} - {()}
     assert [words.groups for words in spoken] == [told[0, 0].groups, (0, 1)]
     # With a request in hand what was before is kept, on both sides.
-    core, before = side._core, half._described
+    core, before = side._core, side._described
     side._requests["a"] = object()
     half.set_xfer_handshake_metadata_pp_aware({})
     del side._requests["a"]
-    assert (side._core, half._described) == (core, before)
+    assert (side._core, side._described) == (core, before)
     assert (
         "kvprism: the pipeline stages were told of anew while requests or jobs are under way: "
         "what they were before is kept"
@@ -289,8 +337,7 @@ def test_who_only_gives_memory_may_have_any_cache(mooncake: LocalMooncake) -> No
         MambaSpec,
     )
 
-    vllm_config, _, _ = two_stages()
-    vllm_config.parallel_config.pipeline_parallel_size = 1
+    vllm_config = one_stage()
     shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
     state = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
     assert state.mamba_cache_mode == "none"
@@ -451,24 +498,22 @@ def test_what_a_model_makes_of_the_configuration_is_heard(
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.v1.core.kv_cache_utils import init_none_hash
 
-    groups = halves.configuration()
-    vllm_config, _, _ = two_stages()
-    vllm_config.parallel_config.pipeline_parallel_size = 1
+    groups, vllm_config = halves.configuration(), one_stage()
     make_scheduler, _ = roles(vllm_config, mooncake.master, "KVPrismConnector")
     _, make_worker = roles(changed_by_its_model(vllm_config), mooncake.master, "KVPrismConnector")
     scheduler, worker = make_scheduler(groups), make_worker(groups, 0)
     assert words_of([worker]) == {}, "in MultiConnector it is silent"
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
-    before = scheduler._described.schema.fingerprint
+    before = scheduler._half()._described.schema.fingerprint
     for _ in range(2):
         scheduler.set_xfer_handshake_metadata_pp_aware(words_of([worker]))
-        known = scheduler._described
+        known = scheduler._half()._described
         assert known.facts["kv_quantization"] == "fp8_ds_mla"
         assert known.schema.fingerprint == worker._describe().schema.fingerprint != before
 
     # And so a plan is taken.
     init_none_hash(halves._hash)
-    engine = halves.Engine(mooncake, scheduler._described)
+    engine = halves.Engine(mooncake, scheduler._half()._described)
     half = halves.make_worker(mooncake, groups, worker._describe())
     tokens = list(range(2 * halves.BLOCK))
     engine.allocate(engine.request("a", tokens), len(tokens))
@@ -479,18 +524,11 @@ def test_what_a_model_makes_of_the_configuration_is_heard(
     scheduler.shutdown()
 
 
-def test_ranks_that_say_otherwise_of_their_bytes_are_refused(
-    mooncake: LocalMooncake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
+def test_ranks_that_say_otherwise_of_their_bytes_are_refused(mooncake: LocalMooncake) -> None:
     vllm_config, stages, whole = two_stages(first_has_window=True)
     make_scheduler, one = roles(vllm_config, mooncake.master, "KVPrismConnector")
     _, other = roles(changed_by_its_model(vllm_config), mooncake.master, "KVPrismConnector")
-    words = {}
-    for rank, worker in enumerate((one(stages[0], 0), other(stages[1], 1))):
-        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
-        words[rank, 0] = worker.get_handshake_metadata()
+    words = spoken_by([one(stages[0], 0), other(stages[1], 1)])
     scheduler = make_scheduler(whole)
     with pytest.raises(kvprism.ConfigError) as caught:
         scheduler.set_xfer_handshake_metadata_pp_aware(words)
@@ -500,3 +538,110 @@ def test_ranks_that_say_otherwise_of_their_bytes_are_refused(
         "  rank (1, 0): kv_quantization = 'fp8_ds_mla': expected 'auto', as on rank (0, 0)"
     )
     scheduler.shutdown()
+
+
+def test_loads_of_before_a_second_registration_are_told_once(
+    mooncake: LocalMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is in the memory now, it is not what was loaded: such a request is computed."""
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    groups = halves.configuration()
+    _, make_worker = roles(one_stage(), mooncake.master, "KVPrismConnector")
+    worker = make_worker(groups, 0)
+    init_none_hash(halves._hash)
+    engine = halves.Engine(mooncake, worker._describe())
+    tokens = [31, *halves.TOKENS[1:]]
+
+    def loading(name: str) -> Any:
+        request = engine.request(name, tokens)
+        end = time.monotonic() + 60
+        while engine.half.lookup(request, 0)[0] is None:
+            assert time.monotonic() < end
+            engine.step()
+        engine.allocate(request, 4 * halves.BLOCK, external=4 * halves.BLOCK)
+        return engine.step()
+
+    def until_idle() -> list[Any]:
+        told = []
+        end = time.monotonic() + 60
+        while engine.half.counters()["ledger"]["alive"]:
+            assert time.monotonic() < end
+            told.append(worker.get_transfer_results(set()))
+            words = worker.build_connector_worker_meta()
+            engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=words))
+        return [each for each in told if each.finished_recving or each.failed_recving]
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        return kvprism.inject_faults(open_store(*arguments, **options), delay_seconds=0.5, delay=1)
+
+    open_store = worker_side.open_store
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_side, "open_store", late)
+        worker.register_kv_caches(halves.memory_of(groups))
+    saved = engine.request("saved", tokens)
+    engine.allocate(saved, len(tokens))
+    worker.bind_connector_metadata(engine.step(saved=len(tokens)))
+    worker.clear_connector_metadata()
+    until_idle()
+    worker.bind_connector_metadata(loading("loads"))
+    worker.clear_connector_metadata()
+    worker.bind_connector_metadata(loading("bound"))
+    worker.register_kv_caches(halves.memory_of(groups))
+    first = worker.get_transfer_results(set())
+    assert (first.finished_recving, first.failed_recving) == ({"loads"}, {"loads"})
+    assert worker.get_block_ids_with_load_errors() == set()
+    worker.clear_connector_metadata()
+    (later,) = until_idle()
+    assert (later.finished_recving, later.failed_recving) == ({"bound"}, set())
+    counters = engine.half.counters()
+    assert (counters["loads"], counters["ledger"]["unknown_notices"]) == (2, 0)
+    assert not engine.half.pending_work()
+    worker.shutdown()
+    engine.half.close()
+
+
+def test_caches_are_not_registered_again_below_calls_that_go_on(
+    mooncake: LocalMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, make_worker = roles(one_stage(), mooncake.master, "KVPrismConnector")
+    groups = halves.configuration()
+    worker = make_worker(groups, 0)
+    worker.register_kv_caches(halves.memory_of(groups))
+    monkeypatch.setattr(worker_side.WorkerSide, "close", lambda _: 3)
+    with pytest.raises(kvprism.ConfigError) as caught:
+        worker.register_kv_caches(halves.memory_of(groups))
+    assert str(caught.value) == (
+        "caches that are registered again: 1 problem\n"
+        "  calls of Mooncake that have not ended = 3: expected 0"
+    )
+    monkeypatch.undo()
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(("outer", "ours"), [("fail", ""), ("recompute", ""), ("fail", "fail")])
+def test_the_policy_of_an_outer_connector_is_its_own(
+    outer: str,
+    ours: str,
+    mooncake: LocalMooncake,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    vllm_config, groups = one_stage(), halves.configuration()
+    options = {"load_failure_policy": ours} if ours else {}
+    names = ("KVPrismConnector", "DecodeBenchConnector")
+    _, make_worker = roles(vllm_config, mooncake.master, *names, **options)
+    vllm_config.kv_transfer_config.kv_load_failure_policy = outer
+    both = make_worker(groups, 0)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", both)
+    both.sub_connectors[0].register_kv_caches(halves.memory_of(groups))
+    told = [line.getMessage() for line in caplog.records if "has no effect" in line.getMessage()]
+    wanted = [
+        "kvprism: load_failure_policy 'recompute' has no effect in MultiConnector, whose own is "
+        "'fail': set kv_load_failure_policy there"
+    ]
+    assert list(dict.fromkeys(told)) == (wanted if (outer, ours) == ("fail", "") else [])
+    both.sub_connectors[0].shutdown()

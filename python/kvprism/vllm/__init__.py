@@ -20,6 +20,9 @@ __all__ = ["KVPrismConnector", "register_spec"]
 def __getattr__(name: str) -> Any:
     # What only reads options or describes a cache needs no vLLM.
     if name == "KVPrismConnector":
+        from .contract import check_imports
+
+        check_imports()
         from .connector import KVPrismConnector
 
         return KVPrismConnector

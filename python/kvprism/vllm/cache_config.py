@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -455,15 +455,16 @@ def _kv_quantization(vllm_config: Any, kv_cache_config: Any) -> str:
     """How elements are quantised, by a name that scheduler and workers have alike.
 
     Sparse attention settles its packing while a worker makes its model, and writes the name into
-    that worker's configuration alone. The bytes of a block tell packings apart, and all know them.
+    that worker's configuration alone. The bytes of a layer's block tell packings apart, and all
+    know them, on a pipeline stage of however many layers: one of its two strides is that long.
     """
     name = str(vllm_config.cache_config.cache_dtype)
-    one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
     packed = name in _MAY_BE_PACKED and attends_sparsely(vllm_config.model_config)
-    if kv_cache_config is None or not one_stage or not packed:
+    if kv_cache_config is None or not packed:
         return name
-    strides = sorted({int(tensor.block_stride) for tensor in kv_cache_config.kv_cache_tensors})
-    return f"sparse, {', '.join(map(str, strides))} bytes"
+    tensors = kv_cache_config.kv_cache_tensors
+    pages = sorted({min(int(each.layer_stride), int(each.block_stride)) for each in tensors})
+    return f"sparse, {', '.join(map(str, pages))} bytes"
 
 
 def _context_interleave(vllm_config: Any, kv_cache_config: Any) -> int | None:
@@ -524,28 +525,38 @@ def held_groups(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(index for index, group in enumerate(groups) if group.layer_names)
 
 
-def check_stages(described: Described, fingerprints: Mapping[int, str]) -> None:
-    """Refuses stages that name their objects otherwise than the scheduler looks them up.
+def check_ranks(
+    described: Described,
+    told: Mapping[tuple[int, int], tuple[str, Sequence[tuple[str, str]]]],
+) -> None:
+    """Refuses ranks that name their objects otherwise, or whose plans would be refused.
 
     Args:
         described: The scheduler's.
-        fingerprints: Of the keys of each pipeline rank.
+        told: Pipeline and tensor rank to the fingerprint of its keys and the facts of its
+            projection's digest.
 
     Raises:
-        ConfigError: With every such stage.
+        ConfigError: With everything in which a rank differs.
     """
     problems = Problems()
-    for stage, fingerprint in sorted(fingerprints.items()):
+    wanted = dict(described.projection.digest_facts)
+    for rank, (fingerprint, facts) in sorted(told.items()):
+        found = dict(facts)
+        for name in sorted(wanted.keys() | found.keys()):
+            if found.get(name) != wanted.get(name):
+                expected = f"{wanted.get(name)!r}, as in the scheduler"
+                problems.add(f"rank {rank}: {name}", found.get(name), expected)
         if fingerprint != described.schema.fingerprint:
             problems.add(
-                f"pipeline stage {stage}: fingerprint of its keys",
+                f"rank {rank}: fingerprint of its keys",
                 fingerprint,
                 described.schema.fingerprint,
                 "layers of one group differ in size, and this stage begins with another one"
                 if described.projection.parallel.pp > 1
                 else "its process has other options than the scheduler's",
             )
-    problems.raise_if_any("pipeline stages")
+    problems.raise_if_any("what ranks see of the caches")
 
 
 def segment_map(

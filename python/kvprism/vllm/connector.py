@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 
 from .._core import ObjectStore
 from ..logs import forward_log
-from .cache_config import Described, check_stages, describe, held_groups
+from .cache_config import Described, check_ranks, describe, held_groups
 from .contract import check_contract
 from .events import Announcer, wanted
 from .idle_side import IdleSide
@@ -108,7 +108,9 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         silent = StageMetadata(
             tuple(range(described.projection.num_groups)), described.schema.fingerprint
         )
-        return tuple(replace(told.get(stage, silent), meaning=None) for stage in range(count))
+        return tuple(
+            replace(told.get(stage, silent), meaning=None, facts=()) for stage in range(count)
+        )
 
     # What kind of connector this is.
 
@@ -153,8 +155,10 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             if self._lent is None:
                 self._lent = open_store(self._options, gives_memory=True)
             return
-        if self._worker is not None:
-            self._worker.close()
+        self._tell_of_outer_policy()
+        before = self._worker
+        if before is not None:
+            _need_quiet(before.close())
         self._described = self._describe()
         self._worker = WorkerSide(
             self._described,
@@ -163,6 +167,21 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config.parallel_config.rank,
             kv_caches,
         )
+        if before is not None:
+            self._worker.inherit(before)
+
+    def _tell_of_outer_policy(self) -> None:
+        """MultiConnector gives its children copies of the configuration: ours changes nothing."""
+        if not has_kv_transfer_group() or get_kv_transfer_group() is self:
+            return
+        outer = get_kv_transfer_group()._vllm_config.kv_transfer_config.kv_load_failure_policy
+        if outer != self._options.load_failure_policy:
+            logger.warning(
+                "kvprism: load_failure_policy %r has no effect in MultiConnector, whose own is %r: "
+                "set kv_load_failure_policy there",
+                self._options.load_failure_policy,
+                outer,
+            )
 
     def unregister_kv_caches(self) -> None:
         """Only called in sleep mode, which is refused."""
@@ -262,7 +281,8 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         described = self._described or self._describe()
         meaning = described.meaning if alone else None
-        return StageMetadata(held, described.schema.fingerprint, meaning)
+        facts = tuple(described.projection.digest_facts)
+        return StageMetadata(held, described.schema.fingerprint, meaning, facts)
 
     def _compare_stage(self, stages: Sequence[StageMetadata]) -> None:
         """Says what the scheduler does not know of this stage: it looks for other objects."""
@@ -385,7 +405,9 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         meaning = agreed(meanings) if meanings else None
         described = self._describe(meaning=meaning)
         told = {stage: words for (stage, _), words in ranks.items()}
-        check_stages(described, {stage: words.fingerprint for stage, words in told.items()})
+        check_ranks(
+            described, {rank: (words.fingerprint, words.facts) for rank, words in ranks.items()}
+        )
         stages = self._stages(described, told)
         held = {stage: words.groups for stage, words in enumerate(stages)}
         if any(len(groups) < described.projection.num_groups for groups in held.values()):
@@ -452,6 +474,14 @@ def _choose_policy(transfer: Any, ours: str) -> None:
         '"load_failure_policy": "fail" ends such requests with an error',
         ours,
     )
+
+
+def _need_quiet(calls: int) -> None:
+    """Caches may be registered anew in the same memory, which old calls would write over."""
+    problems = Problems()
+    if calls:
+        problems.add("calls of Mooncake that have not ended", calls, "0")
+    problems.raise_if_any("caches that are registered again")
 
 
 def _refuse_sleep_mode(vllm_config: Any) -> None:

@@ -1,13 +1,17 @@
-"""Does this vLLM still speak as the connector does? Asked once, when it is constructed."""
+"""Does this vLLM still speak as the connector does? Asked before it is imported and constructed."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from .._core import UnsupportedError
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 
 # What vLLM has to call: without it the connector would do nothing, or wrong.
 _NEEDED = (
@@ -20,8 +24,11 @@ _NEEDED = (
     *("register_finished_partial_tail", "has_pending_push_work", "reset_cache"),
 )
 
+# Module of vLLM, name in it, and members or parameters.
+Uses = tuple[tuple[str, str, tuple[str, ...]], ...]
+
 # Fields and methods that the connector uses of vLLM's own classes.
-_USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+_USED: Uses = (
     (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
@@ -58,11 +65,66 @@ _USED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
     ),
     ("vllm.v1.core.block_pool", "BlockPool", ("blocks", "touch", "free_blocks")),
+    (_BASE, "KVConnectorTransferResults", ("finished_recving", "failed_recving")),
     (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorTransferResults",
-        ("finished_recving", "failed_recving"),
+        "vllm.distributed.kv_events",
+        "BlockStored",
+        (
+            *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+            *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+            *("kv_cache_spec_sliding_window", "locality", "session_id"),
+        ),
     ),
+    (
+        "vllm.distributed.kv_events",
+        "BlockRemoved",
+        ("block_hashes", "medium", "group_idx", "locality"),
+    ),
+    ("vllm.distributed.kv_events", "AllBlocksCleared", ()),
+    (
+        "vllm.config.kv_transfer",
+        "KVTransferConfig",
+        ("kv_connector_extra_config", "kv_load_failure_policy", "kv_role", "has_connector"),
+    ),
+)
+
+# What the connector's modules import when they are imported themselves.
+_IMPORTED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        _BASE,
+        (
+            *("KVConnectorBase_V1", "KVConnectorHandshakeMetadata", "KVConnectorMetadata"),
+            *("KVConnectorRole", "KVConnectorTransferResults", "KVConnectorWorkerMetadata"),
+            "SupportsHMA",
+        ),
+    ),
+    (_METRICS, ("KVConnectorPromMetrics", "KVConnectorStats")),
+    (_STATE, ("get_kv_transfer_group", "has_kv_transfer_group")),
+)
+
+# Functions that the connector calls, with their parameters.
+_CALLED: Uses = (
+    (_BASE, "KVConnectorBase_V1.__init__", ("vllm_config", "role", "kv_cache_config")),
+    (
+        _METRICS,
+        "KVConnectorPromMetrics.__init__",
+        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    ),
+    (_STATE, "get_kv_transfer_group", ()),
+    (_STATE, "has_kv_transfer_group", ()),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "resolve_kv_cache_block_sizes",
+        ("kv_cache_config", "vllm_config"),
+    ),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
+    ("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", ("hash_bytes",)),
+    ("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind", ("kv_cache_spec",)),
+    ("vllm.distributed.utils", "get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
 )
 
 
@@ -74,7 +136,8 @@ def _parameters(function: Any) -> tuple[str, ...]:
 def differences(
     ours: type,
     bases: tuple[type, ...],
-    used: tuple[tuple[str, str, tuple[str, ...]], ...] = _USED,
+    used: Uses = _USED,
+    called: Uses = _CALLED,
 ) -> list[str]:
     """What differs between vLLM's contract and the one that the connector was written for.
 
@@ -82,6 +145,7 @@ def differences(
         ours: The connector.
         bases: vLLM's base class of connectors, and what it mixes in.
         used: Module, class and members that the connector reads.
+        called: Module, function and parameters.
     """
     found = []
     for name in _NEEDED:
@@ -90,27 +154,47 @@ def differences(
             found.append(f"{bases[0].__name__}.{name}: missing, expected ({expected})")
     for base in bases:
         for name, own in vars(ours).items():
-            theirs, called = getattr(base, name, None), getattr(ours, name)
+            theirs, own_method = getattr(base, name, None), getattr(ours, name)
             if name.startswith("_") or isinstance(own, property) or not callable(theirs):
                 continue
-            given, expected = (", ".join(_parameters(each)) for each in (theirs, called))
+            given, expected = (", ".join(_parameters(each)) for each in (theirs, own_method))
             if given != expected:
                 found.append(f"{base.__name__}.{name}({given}): expected ({expected})")
         for name in sorted(getattr(base, "__abstractmethods__", ())):
             if name not in vars(ours):
                 found.append(f"{base.__name__}.{name}: must be defined, and is not known")
-    for module_name, class_name, members in used:
-        try:
-            cls = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError):
-            found.append(f"{module_name}.{class_name}: missing")
+    return found + _different_names(used, called)
+
+
+def _different_names(used: Uses, called: Uses) -> list[str]:
+    found = []
+    for module, name, members in used:
+        cls = _named(module, name)
+        if cls is None:
+            found.append(f"{module}.{name}: missing")
             continue
         # Fields of a dataclass, or what the constructor sets.
         fields = {*getattr(cls, "__dataclass_fields__", ()), *_names_in(cls.__init__)}
         for member in members:
             if member not in fields and not hasattr(cls, member):
-                found.append(f"{module_name}.{class_name}.{member}: missing")
+                found.append(f"{module}.{name}.{member}: missing")
+    for module, name, parameters in called:
+        function, expected = _named(module, name), ", ".join(parameters)
+        if function is None:
+            found.append(f"{module}.{name}: missing, expected ({expected})")
+            continue
+        given = ", ".join(_parameters(function))
+        if given != expected:
+            found.append(f"{module}.{name}({given}): expected ({expected})")
     return found
+
+
+def _named(module: str, name: str) -> Any:
+    """Of a module of vLLM; None where it is missing."""
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
@@ -118,18 +202,43 @@ def _names_in(function: Any) -> tuple[str, ...]:
     return () if code is None else tuple(code.co_names)
 
 
+def check_imports(imported: tuple[tuple[str, tuple[str, ...]], ...] = _IMPORTED) -> None:
+    """Asked before the connector's modules are imported, which would name one thing and stop.
+
+    Args:
+        imported: Module and names.
+
+    Raises:
+        UnsupportedError: Something is missing; with every other name that is.
+    """
+    missing = [
+        f"{module}.{name}: missing"
+        for module, names in imported
+        for name in names
+        if _named(module, name) is None
+    ]
+    if missing:
+        _refuse(missing + _different_names(_USED, _CALLED))
+
+
 @functools.cache
 def check_contract(ours: type) -> None:
-    """Raises UnsupportedError that names every difference.
+    """Asked before the connector does anything.
 
     Args:
         ours: The connector.
+
+    Raises:
+        UnsupportedError: With every difference.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
     found = differences(ours, (KVConnectorBase_V1, SupportsHMA))
-    if not found:
-        return
+    if found:
+        _refuse(found)
+
+
+def _refuse(found: list[str]) -> NoReturn:
     try:
         from vllm import __version__ as version
     except ImportError:

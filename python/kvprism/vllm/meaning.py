@@ -64,7 +64,7 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
         # Also of what models write: that much of the configuration above is left out.
         "overrides": _chosen(model, "hf_overrides"),
         "code": _code(model),
-        "loaded": _loaded(vllm_config.load_config, model),
+        "loaded": _loaded(vllm_config, vllm_config.load_config, model),
         "positions": _long_rope(model),
         "tuned": _tuned(model),
         "draft": _draft(vllm_config),
@@ -114,8 +114,9 @@ def _config_of(model: Any) -> Any:
     return None if to_dict is None else to_dict()
 
 
-# What models of vLLM 0.30 to 0.33 write into their configuration while a worker makes them, and the
-# scheduler never sees: it follows from other keys, from the weights or from other facts here.
+# What models of vLLM 0.30 to 0.33 write into their configuration while a worker makes them: it
+# follows from other keys, from the weights or from other facts here. Where workers tell the
+# scheduler what they have, nothing had to be left out; inside MultiConnector they do not.
 WRITTEN_BY_MODELS = {
     "architectures",
     "attention_k_eq_v",
@@ -193,11 +194,13 @@ def _code(model: Any) -> dict[str, Any] | None:
     return found or None
 
 
-def _loaded(load: Any, model: Any) -> dict[str, Any] | None:
+def _loaded(vllm_config: Any, load: Any, model: Any) -> dict[str, Any] | None:
     """What becomes of the weights on the way from their file."""
     found = _chosen(model, "model_weights", "quantization_config") or {}
-    # Other formats read the same weights.
-    if getattr(load, "load_format", None) == "dummy":
+    # Other formats read the same weights. A worker that joins an engine writes "dummy" here, and
+    # then gets the weights of the others.
+    joins = vllm_config.parallel_config.enable_elastic_ep
+    if getattr(load, "load_format", None) == "dummy" and not joins:
         found["load_format"] = "dummy"
     return found or None
 
@@ -256,7 +259,7 @@ def _draft(vllm_config: Any) -> dict[str, Any] | None:
         "revision": draft.revision,
         "aux_layers": as_json(aux),
         "positions": _long_rope(draft),
-        "loaded": _loaded(getattr(speculative, "draft_load_config", None), draft),
+        "loaded": _loaded(vllm_config, getattr(speculative, "draft_load_config", None), draft),
         "options": _chosen(
             speculative,
             "method",

@@ -25,6 +25,9 @@ class StageMetadata(KVConnectorHandshakeMetadata):
     meaning: Mapping[str, Any] | None = None
     """From a worker: what its bytes mean. Models change vLLM's configuration while they are loaded,
     and a scheduler in another process has it as it was before."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """From a worker: what its projection's digest covers. Plans of another digest are refused, so
+    an engine whose ranks see other facts must not start."""
 
 
 @dataclass(frozen=True, slots=True)

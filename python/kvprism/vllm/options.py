@@ -139,8 +139,9 @@ OPTIONS: tuple[Option, ...] = (
         "choice",
         "recompute",
         "",
-        "What vLLM does when a load fails. `fail` ends the request with an error, as is vLLM's own "
-        "default.",
+        "What vLLM does when a load fails. `fail` ends the request with an error. That is vLLM's "
+        'own default, so an explicit `"kv_load_failure_policy": "fail"` cannot be told from it '
+        "and becomes what stands here.",
         choices=("recompute", "fail"),
     ),
     Option(

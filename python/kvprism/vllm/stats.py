@@ -161,7 +161,10 @@ class Differences:
 
 
 class StoreMetrics(KVConnectorPromMetrics):
-    """A Prometheus counter for each of our own, named vllm:kvprism_<name>_total."""
+    """A Prometheus counter for each of our own, named vllm:kvprism_<name>_total.
+
+    Of several API servers each hears of a part of the steps: what they show has to be summed.
+    """
 
     def __init__(
         self,
@@ -172,9 +175,13 @@ class StoreMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Any]] = {}
+        self._levels: dict[tuple[str, int], int] = {}  # of gauges: Ray's can only be set
         for path, (name, meaning) in (COUNTERS | GAUGES).items():
             kind = self._gauge_cls if path in GAUGES else self._counter_cls
-            metric = kind(name=f"vllm:kvprism_{name}", documentation=meaning, labelnames=labelnames)
+            more = {"multiprocess_mode": "sum"} if path in GAUGES else {}
+            metric = kind(
+                name=f"vllm:kvprism_{name}", documentation=meaning, labelnames=labelnames, **more
+            )
             self._counters[path] = {
                 engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
@@ -211,7 +218,13 @@ class StoreMetrics(KVConnectorPromMetrics):
                     self._within(name, bound, self._values[engine_idx], added)
                 continue
             engines = self._counters.get(path)
-            if engines is not None and engine_idx in engines:
+            if engines is None or engine_idx not in engines:
+                continue
+            if path in GAUGES:
+                at = (path, engine_idx)
+                self._levels[at] = self._levels.get(at, 0) + added
+                engines[engine_idx].set(self._levels[at])
+            else:
                 engines[engine_idx].inc(added)
 
     def _within(self, name: str, bound: str, values: list[object], added: int) -> None:

@@ -68,6 +68,7 @@ class WorkerSide:
         self._reports: list[bytes] = []
         self._results = Results()
         self._closed = False
+        self._unquiet = 0
         self._refused = RateLimited(logger, logging.ERROR)
         self._not_loaded = RateLimited(logger, logging.WARNING)
         self._differences = Differences()
@@ -110,15 +111,17 @@ class WorkerSide:
 
     def take_results(self) -> Results:
         """Loads that have ended since the last call."""
-        report = self._worker.poll()
+        self._take(self._worker.poll())
+        results, self._results = self._results, Results()
+        return results
+
+    def _take(self, report: bytes | None) -> None:
         forward_log(logger)
         if report:
             self._stirred = True
             self._reports.append(report)
             for end in self._loads.take(report):
                 self._end(end, detach=False)
-        results, self._results = self._results, Results()
-        return results
 
     def _end(self, end: RankLoadEnd, *, detach: bool) -> None:
         name = self._names.pop(end.job, None)
@@ -155,10 +158,25 @@ class WorkerSide:
         """The StoreWorker's counters."""
         return self._worker.counters()
 
-    def close(self) -> None:
-        """Waits for saves in flight, within its bound; may be repeated."""
+    def inherit(self, before: WorkerSide) -> None:
+        """Takes over what a worker has not told that was closed, and the step that it was in.
+
+        Its loads were for memory that may be another one now: their requests are computed.
+        """
+        self._reports += before._reports
+        untold = {*before._results.finished, *before._names.values()}
+        self._results.finished |= untold
+        self._results.failed |= untold
+        self._bound, self._submitted = before._bound, before._submitted
+
+    def close(self) -> int:
+        """Waits for what is in flight, within its bound; may be repeated.
+
+        Returns:
+            Calls of Mooncake that may still touch the memory.
+        """
         if self._closed:
-            return
+            return self._unquiet
         self._closed = True
         end = time.monotonic() + self._shutdown_timeout
         try:
@@ -166,14 +184,17 @@ class WorkerSide:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
-                self._worker.wait(min(left, 0.1))
+                self._take(self._worker.wait(min(left, 0.1)))
         finally:
             # Also when vLLM, which has a bound of its own, ends the wait with SIGTERM.
-            unquiet = self._worker.close(max(0.5, end - time.monotonic()))
-        if unquiet:
+            self._unquiet = self._worker.close(max(0.5, end - time.monotonic()))
+        self._take(self._worker.poll())
+        if self._unquiet:
             logger.warning(
-                "kvprism: %d calls of Mooncake have not ended; their memory stays mapped", unquiet
+                "kvprism: %d calls of Mooncake have not ended; their memory stays mapped",
+                self._unquiet,
             )
+        return self._unquiet
 
 
 def _device_type(kv_caches: Mapping[str, Any]) -> str:
