@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ _IMPORTED = (
     "vllm.v1.worker.cpu.shm",  # placeholders for torch.cuda.Event
     "vllm.v1.engine.core",
     "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
@@ -39,6 +41,9 @@ _IMPORTED = (
 def main() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
+    # Workers of their own processes are copies as well; vLLM would let each import all anew.
+    executor = sys.modules["vllm.v1.executor.multiproc_executor"]
+    executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     gc.freeze()  # an engine collects garbage five times as it starts
     # Threads are not copied: whoever had one would wait for it.
     threads = len(os.listdir("/proc/self/task"))
