@@ -275,6 +275,22 @@ TEST_F(LongPrompt, IsNotAskedForAgainOnceItMayNotLoad) {
   EXPECT_EQ(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).external_tokens, 0u);
 }
 
+TEST_F(LongPrompt, IsNotAskedForAgainOnceItsEngineWasToldOfNothing) {
+  for (std::uint32_t at = 800; at <= 80'000; at += 800) {
+    engine.store_at(kFull, at);
+    if (at <= 40'000) engine.store_at(kState, at);
+  }
+  const HashList known{engine.hashes.bytes.data(), kPrompt / 16, test::Hashes::kWidth};
+  EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
+  engine.scheduler->end_step(engine.now);
+  // Its prompt ends earlier, and the engine has all of it by now.
+  EXPECT_FALSE(engine.scheduler->lookup(kRequest, 801, known, 800, engine.now).pending);
+  engine.store->answer_lookup();
+  engine.scheduler->end_step(engine.now);
+  EXPECT_EQ(calls(), 1u);
+  EXPECT_TRUE(engine.store->lookups.empty());
+}
+
 TEST_F(LongPrompt, ThatNobodyHasStoredIsOneCall) {
   EXPECT_EQ(engine.look_up(kPrompt, 0), 0u);
   EXPECT_EQ(calls(), 1u);

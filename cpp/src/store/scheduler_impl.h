@@ -344,6 +344,7 @@ struct StoreScheduler::Impl {
   void send_questions(Instant now);
   // Those of this step.
   void forget_questions();
+  void drop_question(RequestId id) noexcept;
   void take_answers(Instant now);
   void ask_again(Instant now);
   void add_marks(const Request& request);

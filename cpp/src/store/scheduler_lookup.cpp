@@ -55,6 +55,14 @@ void StoreScheduler::Impl::take_answers(Instant now) {
   if (!second_rounds.empty()) ask_again(now);
 }
 
+// Whoever is told of nothing goes on without it: a second round would be asked for nobody.
+void StoreScheduler::Impl::drop_question(RequestId id) noexcept {
+  Request* const request = find(id);
+  if (request == nullptr) return;
+  LookupState& state = request->lookup.state;
+  if (state == LookupState::kQueued || state == LookupState::kInFlight) state = LookupState::kNone;
+}
+
 // What first rounds have left open, at once: a step's wait is more than a call.
 void StoreScheduler::Impl::ask_again(Instant now) {
   std::vector<detail::Answer> open;
@@ -137,11 +145,15 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
   const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
   const std::uint32_t local = local_tokens;
   // The engine's own cache covers all that may be used: no call (R79).
-  if (max <= local) return {};
+  if (max <= local) {
+    s.drop_question(id);
+    return {};
+  }
 
   Request& request = s.remember(id);
   if (!s.take_hashes(request, hashes) || request.bypass || request.loading ||
       !request.access.load || now < s.offers_again) {
+    s.drop_question(id);
     return {};
   }
 
