@@ -18,6 +18,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): shares a fixture; one process runs them")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Names the groups where xdist 3.8 cannot: since pytest 9.2 an id is not where it writes it.
+
+    Otherwise every process would make the fixtures of every group, which are the engines.
+    """
+    if not config.getoption("loadgroup", False):
+        return
+    for item in items:
+        names = sorted({mark.args[0] for mark in item.iter_markers("xdist_group")})
+        ending = "@" + "_".join(names)
+        if names and not item.nodeid.endswith(ending):
+            item._id = item.id.parse(item.nodeid + ending)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _vllm() -> None:
     pytest.importorskip("vllm", reason="make test-vllm installs it")
