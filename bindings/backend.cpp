@@ -146,13 +146,15 @@ std::string fault_name(FaultKind kind) {
 }
 
 FaultPlan fault_plan(const Whole<std::uint64_t>& seed, double delay_seconds, double late_seconds,
-                     double lookup_late_seconds, const nb::kwargs& chances) {
+                     double lookup_late_seconds, double region_delay_seconds,
+                     const nb::kwargs& chances) {
   FaultPlan plan;
   ProblemList problems;
   plan.seed = seed("seed", problems);
   plan.delay = to_duration(delay_seconds, "delay_seconds", problems);
   plan.late = to_duration(late_seconds, "late_seconds", problems);
   plan.lookup_late = to_duration(lookup_late_seconds, "lookup_late_seconds", problems);
+  plan.region_delay = to_duration(region_delay_seconds, "region_delay_seconds", problems);
   std::vector<std::string> words;
   for (std::size_t kind = 0; kind < kNumFaultKinds; ++kind)
     words.push_back(fault_name(static_cast<FaultKind>(kind)));
@@ -178,9 +180,9 @@ FaultPlan fault_plan(const Whole<std::uint64_t>& seed, double delay_seconds, dou
 std::shared_ptr<StoreHandle> inject_faults(const std::shared_ptr<StoreHandle>& inner,
                                            const Whole<std::uint64_t>& seed, double delay_seconds,
                                            double late_seconds, double lookup_late_seconds,
-                                           const nb::kwargs& chances) {
-  const FaultPlan plan =
-      fault_plan(seed, delay_seconds, late_seconds, lookup_late_seconds, chances);
+                                           double region_delay_seconds, const nb::kwargs& chances) {
+  const FaultPlan plan = fault_plan(seed, delay_seconds, late_seconds, lookup_late_seconds,
+                                    region_delay_seconds, chances);
   const auto index = inner->take_index();
   std::shared_ptr<ObjectStore> store;
   try {
@@ -452,11 +454,11 @@ Raises:
   bind_mooncake(m);
   m.def("inject_faults", &inject_faults, "store"_a, nb::kw_only(), "seed"_a = 1,
         "delay_seconds"_a = 0.02, "late_seconds"_a = 0.1, "lookup_late_seconds"_a = 1.0,
-        "chances"_a,
+        "region_delay_seconds"_a = 0.0, "chances"_a,
         nb::sig(
             "def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0.02, "
-            "late_seconds: float = 0.1, lookup_late_seconds: float = 1.0, **chances: float) -> "
-            "ObjectStore"),
+            "late_seconds: float = 0.1, lookup_late_seconds: float = 1.0, "
+            "region_delay_seconds: float = 0.0, **chances: float) -> ObjectStore"),
         R"(Wraps a store so that it misbehaves, for tests.
 
 Args:
@@ -465,6 +467,7 @@ Args:
     delay_seconds: Longest delay of `delay`.
     late_seconds: Longest time between outcome and the late end of `land_late` and `late_quiet`.
     lookup_late_seconds: Longest delay of `lookup_late`.
+    region_delay_seconds: How much longer it takes to register memory.
     chances: Chance of each kind of fault per operation, from 0 to 1, such as fail_call=0.01.
 
 Returns:

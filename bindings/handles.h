@@ -89,6 +89,7 @@ class BoundScheduler {
   CheckedScheduler* checked() const noexcept { return checked_; }
   CloseReport close(Duration budget);
   bool closed() const noexcept { return closed_; }
+  bool records() const noexcept { return recording_ != nullptr; }
 
   std::atomic<bool> in_use{false};
   BlockRowsReader rows;

@@ -191,8 +191,11 @@ Raises:
       .def(
           "__bool__", [](const SubmitResult& r) { return r.accepted; }, "Same as `accepted`.")
       .def_ro("accepted", &SubmitResult::accepted,
-              "False: the plan's jobs are reported as failed and quiet.")
-      .def_ro("refusal", &SubmitResult::refusal, "Why not, with both values; empty when accepted.");
+              "False: the plan's jobs are reported as failed and quiet, unless `repeated`.")
+      .def_ro("refusal", &SubmitResult::refusal, "Why not, with both values; empty when accepted.")
+      .def_ro("repeated", &SubmitResult::repeated,
+              "Not accepted, and jobs of the plan were taken before: they may be running, and tell "
+              "their ends themselves.");
 }
 
 }  // namespace

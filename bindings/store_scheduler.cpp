@@ -100,6 +100,9 @@ class Use {
   // The scheduler as what it is: calls of a checked one are checked.
   template <class Call>
   decltype(auto) with(const Call& call) const {
+    // A recording is written when the call ends.
+    std::optional<GilFree> released;
+    if (bound_.records() && GilFree::has_gil()) released.emplace(GilFree::WhenExiting::kKeepGil);
     return bound_.checked() != nullptr ? call(*bound_.checked()) : call(scheduler_);
   }
   HashList hashes(nb::handle object, RequestId request) const {

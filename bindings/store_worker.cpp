@@ -40,7 +40,7 @@ or copy run without the GIL.)")
              const Whole<std::uint32_t>& max_gets_in_flight,
              const Whole<std::uint32_t>& max_puts_in_flight,
              const Whole<std::uint32_t>& max_queued_jobs,
-             const Whole<std::uint64_t>& max_bytes_in_flight) {
+             const Whole<std::uint64_t>& max_bytes_in_flight, bool only) {
             ProblemList problems;
             StoreWorkerOptions options;
             options.rank = Rank{rank("rank", problems)};
@@ -51,13 +51,14 @@ or copy run without the GIL.)")
             options.max_puts_in_flight = max_puts_in_flight("max_puts_in_flight", problems);
             options.max_queued_jobs = max_queued_jobs("max_queued_jobs", problems);
             options.max_bytes_in_flight = max_bytes_in_flight("max_bytes_in_flight", problems);
+            options.only = only;
             problems.throw_if_any(ErrorCode::kInvalidConfig, "store worker");
             new (self) BoundWorker(schema, segment_map, store, options);
           },
           "schema"_a, "segment_map"_a, "store"_a, nb::kw_only(), "rank"_a = 0,
           "max_segments_per_call"_a = 512, "max_bytes_per_call"_a = 64u << 20,
           "max_gets_in_flight"_a = 4, "max_puts_in_flight"_a = 2, "max_queued_jobs"_a = 65536,
-          "max_bytes_in_flight"_a = std::uint64_t{1} << 30,
+          "max_bytes_in_flight"_a = std::uint64_t{1} << 30, "only"_a = false,
           R"(Takes the store side of `store` and registers the memory of `segment_map` with it.
 
 Args:
@@ -71,6 +72,8 @@ Args:
     max_puts_in_flight: Calls at a time.
     max_queued_jobs: Jobs submitted and not yet seen by the thread.
     max_bytes_in_flight: Bytes of calls that are not quiet beyond which saves wait, and loads do not; 0 for no limit.
+    only: No worker of this process has had jobs of this scheduler before: what the scheduler asks about and this one does
+        not know is over. Otherwise that holds of jobs from its first plan on.
 
 Raises:
     Error: An option is out of range, the configurations differ, or the memory cannot be registered.)")
@@ -87,7 +90,7 @@ Args:
     ready: Says when the bytes that the plan saves are in memory.
 
 Returns:
-    Whether the plan was accepted. The jobs of a refused one are reported as failed.
+    Whether the plan was accepted. The jobs of a refused one are reported as failed, unless it was taken before.
 
 Raises:
     ArgumentError: A simulated engine has taken the worker over.
@@ -134,7 +137,8 @@ Returns:
                 const GilFree released;
                 report = w.wait(std::min(left, milliseconds(100)));
               }
-              if (PyErr_CheckSignals() != 0) throw nb::python_error();
+              // What has been taken would be lost with an exception.
+              if (report.empty() && PyErr_CheckSignals() != 0) throw nb::python_error();
             }
             return report_or_none(report);
           },

@@ -60,6 +60,7 @@ struct WorkerOptions {
     max_queued_jobs: u32,
     max_bytes_in_flight: u64,
     pump_thread: bool,
+    only: bool,
 }
 
 #[repr(C)]

@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -204,6 +207,38 @@ TEST(Preflight, ConnectsWithinItsLimit) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(10));
 }
 
+// A resolver slower than a question must not keep a client away for good, nor cost a thread each.
+TEST(Preflight, ALateAnswerOfTheResolverServesTheNextQuestion) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  socklen_t size = sizeof(address);
+  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
+  ::listen(socket, 8);
+  std::promise<void> gate;
+  const std::shared_future<void> open = gate.get_future().share();
+  const auto lookups = std::make_shared<std::atomic<int>>(0);
+  detail::Knock knock(
+      {"master.test", ntohs(address.sin_port)},
+      [open, lookups](const char*, const char* port, const addrinfo* hints, addrinfo** found) {
+        ++*lookups;
+        open.wait();
+        return ::getaddrinfo("127.0.0.1", port, hints, found);
+      });
+  for (int question = 0; question < 3; ++question)
+    EXPECT_EQ(knock.failure(kvprism::milliseconds(1)), "the name did not resolve in time");
+  EXPECT_LE(*lookups, 1);
+  gate.set_value();
+  const auto end = std::chrono::steady_clock::now() + seconds(10);
+  while (!knock.failure(kvprism::milliseconds(200)).empty())
+    ASSERT_LT(std::chrono::steady_clock::now(), end);
+  EXPECT_EQ(knock.failure(kvprism::seconds(10)), "");
+  EXPECT_GE(*lookups, 2) << "each answer serves once: addresses change";
+  ::close(socket);
+}
+
 TEST(Preflight, RdmaDevicesAreNamed) {
   const Folder folder;
   EXPECT_TRUE(detail::list_rdma_devices((folder.path() / "none").string()).empty());
@@ -316,6 +351,9 @@ TEST(Preflight, MemoryLockSaysNumbersAndCure) {
 TEST(Registration, PiecesCoverARegionAndNoPartOfASegmentCrossesThem) {
   std::array<std::byte, 4096> memory;
   const Region region{memory.data(), 1000, 3};
+  EXPECT_EQ(detail::effective_region_bytes("rdma", 0), std::uint64_t{2} << 30);
+  EXPECT_EQ(detail::effective_region_bytes("rdma", 400), 400u);
+  EXPECT_EQ(detail::effective_region_bytes("tcp", 0), 0u) << "whole";
   EXPECT_EQ(detail::cut_region(region, 0), std::vector<Region>{region});
   EXPECT_EQ(detail::cut_region(region, 1000), std::vector<Region>{region});
   EXPECT_EQ(detail::cut_region(region, 400), (std::vector<Region>{{memory.data(), 400, 3},

@@ -126,6 +126,8 @@ TEST(BlockingStore, QuestionThatDoesNotReturnReplacesTheClient) {
   options.probe_interval = kvprism::milliseconds(1);
   LogLines lines;
   BlockingStore store(factory_of(script), options);
+  std::array<std::byte, 64> memory{};
+  store.add_region({memory.data(), memory.size(), -1});
   Ends ends(store);
   ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
   ASSERT_TRUE(ends.wait_quiet(1));
@@ -135,8 +137,12 @@ TEST(BlockingStore, QuestionThatDoesNotReturnReplacesTheClient) {
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
   EXPECT_EQ(store.counters().stuck_calls, 1u);
   EXPECT_EQ(lines.awaited("a question does not return").size(), 1u);
+  EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u)
+      << "no operation is unquiet, and the client that hangs has the memory";
+  EXPECT_TRUE(script->regions_of(1).empty());
   gate->open();
   EXPECT_TRUE(eventually([&] { return script->is_torn_down(0); }));
+  EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
 }
 
 TEST(BlockingStore, RegistrationHasABound) {
@@ -235,6 +241,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     const Region first{memory.data(), 32, -1};
     const Region second{memory.data() + 32, 32, -1};
     store.add_region(first);
+    if (registering) store.add_region(second);
     Ends ends(store);
     ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
     ASSERT_TRUE(ends.wait_quiet(1));
@@ -248,8 +255,17 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     EXPECT_EQ(store.counters().failed_attempts, 1u);
     EXPECT_EQ(lines.awaited("no store client, trying on: it was not made within 1000 ms").size(),
               1u);
+    if (registering) {
+      EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 2u)
+          << "the one that was given up may have them";
+    }
     gate->open();
     ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
+    if (registering) {
+      EXPECT_EQ(script->regions_of(1), std::vector<Region>{first}) << "no more than it had begun";
+      EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
+      EXPECT_TRUE(script->regions_of(third).empty());
+    }
     const int late = registering ? 1 : 2;
     EXPECT_TRUE(script->is_torn_down(late)) << "it takes over from nobody";
     EXPECT_FALSE(script->is_torn_down(third));

@@ -415,6 +415,31 @@ TEST(BlockingStore, AClosedSideGivesItsRegionsBack) {
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
 }
 
+// With lookups going on, what was told as registered is tried again.
+TEST(BlockingStore, ALaterCloseTriesRegionsAgain) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_call = [](int client, Call, const ObjectBatch&, CallEnd& end) {
+    end.broken = client == 0;
+    return end.broken;
+  };
+  script->on_register = [gate](int client, const Region&) {
+    if (client == 1) gate->pass();
+  };
+  BlockingStore store(factory_of(script), quick());
+  std::array<std::byte, 64> memory{};
+  store.add_region({memory.data(), 64, -1});
+  Ends ends(store);
+  ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+  ASSERT_TRUE(gate->wait_for_visitor());
+  EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u) << "it is being registered";
+  gate->open();
+  ASSERT_TRUE(eventually([&] { return store.counters().usable; }));
+  EXPECT_EQ(script->regions_of(1).size(), 1u);
+  EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
+  EXPECT_TRUE(script->regions_of(1).empty());
+}
+
 TEST(BlockingStore, MemoryThatMayStillBeRegisteredIsNotGivenBack) {
   const auto script = std::make_shared<Script>();
   const auto gate = std::make_shared<Gate>();
@@ -423,8 +448,12 @@ TEST(BlockingStore, MemoryThatMayStillBeRegisteredIsNotGivenBack) {
   std::array<std::byte, 64> memory{};
   store.add_region({memory.data(), 64, -1});
   EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u);
+  // The owner closes the rest as well; nothing of that gives the memory back.
+  EXPECT_EQ(store.close_index(kvprism::milliseconds(1)).unquiet, 0u);
+  EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u);
   gate->open();
-  EXPECT_TRUE(eventually([&] { return script->regions_of(0).empty(); }));
+  EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
+  EXPECT_TRUE(script->regions_of(0).empty());
 }
 
 }  // namespace

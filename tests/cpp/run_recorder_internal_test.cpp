@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <new>
+
 #include "store_fixtures.h"
 
 namespace kvprism {
@@ -22,6 +24,33 @@ TEST(RunRecord, NothingIsBuiltForARecordingThatHasEnded) {
     EXPECT_FALSE(call.wanted());
   }
   EXPECT_EQ(filled, 0);
+}
+
+// A step goes on where its recording cannot.
+TEST(RunRecord, ARecordingWithoutMemoryEndsWithItsLastWholeCall) {
+  const auto schema = test::make_schema(test::make_projection({test::full_group(16)}));
+  StoreSchedulerOptions options;
+  options.epoch = 1;
+  std::size_t written = 0;
+  detail::RunRecorder recorder({[](void* to, std::span<const std::byte> more) {
+                                  *static_cast<std::size_t*>(to) += more.size();
+                                  return true;
+                                },
+                                &written},
+                               *schema, options);
+  const auto call = [&](bool fails) {
+    const detail::RecordedCall recorded(&recorder, detail::RunCall::kPurge, Instant{},
+                                        [&](detail::RunWriter) {
+                                          if (fails) throw std::bad_alloc();
+                                        });
+  };
+  call(false);
+  EXPECT_TRUE(recorder.on());
+  const std::size_t before = written;
+  call(true);
+  EXPECT_FALSE(recorder.on());
+  call(false);
+  EXPECT_EQ(written, before);
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <memory>
 #include <thread>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "kvprism/run/instant.h"
 #include "kvprism/run/mailbox.h"
@@ -94,6 +96,42 @@ TEST(Mailbox, IsBoundedAndKeepsOrder) {
   ASSERT_TRUE(box.try_pop(item));
   EXPECT_EQ(*item, 2);
   EXPECT_FALSE(box.try_pop(item));
+}
+
+TEST(Mailbox, TakesAllOrNone) {
+  struct Throwing {
+    int value = 0;
+    bool throws = false;
+    Throwing(int v, bool t) : value(v), throws(t) {}
+    Throwing(Throwing&& other) : value(other.value), throws(other.throws) {
+      if (throws) throw 1;
+      other.value = 0;
+    }
+    Throwing& operator=(Throwing&& other) noexcept {
+      value = std::exchange(other.value, 0);
+      return *this;
+    }
+  };
+  Mailbox<Throwing> box(3);
+  std::vector<Throwing> items;
+  items.reserve(2);
+  items.emplace_back(1, false);
+  items.emplace_back(2, true);
+  EXPECT_THROW(box.try_push_all(items), int);
+  EXPECT_EQ(box.size(), 0u);
+  EXPECT_EQ(items[0].value, 1);
+  items[1].throws = false;
+  EXPECT_TRUE(box.try_push_all(items));
+  items[0].value = 3;
+  items[1].value = 4;
+  EXPECT_FALSE(box.try_push_all(items)) << "there is room for one";
+  EXPECT_EQ(items[0].value, 3);
+  Throwing out(0, false);
+  for (const int expected : {1, 2}) {
+    ASSERT_TRUE(box.try_pop(out));
+    EXPECT_EQ(out.value, expected);
+  }
+  EXPECT_FALSE(box.try_pop(out));
 }
 
 TEST(Mailbox, LosesNothingBetweenThreads) {

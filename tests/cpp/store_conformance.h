@@ -439,6 +439,17 @@ TEST_P(StoreConformance, Regions) {
   EXPECT_THROW(test_.store->add_region({at(0), 0, -1}), Error);
 }
 
+// A worker of a closed store would wait for loads that nothing starts.
+TEST_P(StoreConformance, AClosedSideTakesNoMemory) {
+  test_.store->close_store(seconds(5));
+  try {
+    test_.store->add_region({memory_.get(), kBytes / 2, -1});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kClosed) << error.what();
+  }
+}
+
 TEST_P(StoreConformance, CapabilitiesHaveAName) {
   EXPECT_FALSE(test_.store->capabilities().name.empty());
 }

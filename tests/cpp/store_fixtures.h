@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -144,8 +145,9 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
     report.unquiet = report.ops.size();
     return report;
   }
-  StoreCapabilities capabilities() const override { return {"scripted", 0, 0, true}; }
+  StoreCapabilities capabilities() const override { return {"scripted", 0, 0, device_memory}; }
   void add_region(const Region& region) override {
+    if (throw_region_at == regions.size()) throw std::bad_alloc();
     if (fail_region_at == regions.size())
       fail(ErrorCode::kUnavailable, "region", {"length", "1", "luck", {}});
     regions.push_back(region);
@@ -203,6 +205,8 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
   std::map<std::string, int> present;
   std::vector<Region> regions;
   std::size_t fail_region_at = SIZE_MAX;
+  std::size_t throw_region_at = SIZE_MAX;
+  bool device_memory = true;
   bool refuse = false;
   bool closed = false;
 

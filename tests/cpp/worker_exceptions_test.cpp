@@ -13,6 +13,7 @@ namespace {
 
 std::atomic<bool> counting{false};
 std::atomic<int> until_failure{0};  // allocations that still succeed
+std::atomic<bool> for_good{false};  // all fail behind the first that does
 
 // Allocations of a test's own store do not count.
 class NotCounted {
@@ -29,7 +30,10 @@ class NotCounted {
 }  // namespace
 
 void* operator new(std::size_t size) {
-  if (counting && until_failure-- == 0) throw std::bad_alloc();
+  if (counting) {
+    const int left = until_failure--;
+    if (left == 0 || (left < 0 && for_good)) throw std::bad_alloc();
+  }
   if (void* const memory = std::malloc(size == 0 ? 1 : size)) return memory;
   throw std::bad_alloc();
 }
@@ -163,6 +167,70 @@ TEST_F(ExceptionTest, AStartThatThrowsWithTheBatchMayHaveBegun) {
   EXPECT_EQ(ends[1].outcomes.size(), 1u);
   EXPECT_EQ(ends[1].quiets, 1);
   EXPECT_EQ(worker->counters().jobs_alive, 0u);
+}
+
+// Each allocation of a submit fails, of the first plan or of a later one: its jobs run all or not
+// at all, and each has its ends once, told at once or when the scheduler asks.
+TEST_F(ExceptionTest, WhicheverAllocationOfASubmitFailsEachJobIsToldOnce) {
+  for (const auto& [first, alone] :
+       {std::pair(true, true), {true, false}, {false, true}, {false, false}}) {
+    for_good = !alone;
+    int failures = 0;
+    for (int allowed = 0;; ++allowed) {
+      ASSERT_LT(allowed, 2000);
+      build_throwing({});
+      if (!first) {
+        ASSERT_TRUE(
+            worker->submit(simple(JobKind::kSave, 1, 1).view(), ReadyToken::host()).accepted);
+      }
+      StepPlan plan = plan_of({{JobId{2}, RequestId{7}, JobKind::kLoad, 0, 1, 0, seconds(10)},
+                               {JobId{3}, RequestId{8}, JobKind::kSave, 1, 1, 0, seconds(10)},
+                               {JobId{4}, RequestId{9}, JobKind::kLoad, 2, 1, 0, seconds(10)}},
+                              {{StoreIndex{0}, 0, 1, 0, 0, 16},
+                               {StoreIndex{0}, 0, 1, 1, 1, 16},
+                               {StoreIndex{0}, 0, 1, 2, 2, 16}},
+                              {1, 2, 3});
+      plan.mark_tokens = {16, 16, 16};
+      until_failure = allowed;
+      bool accepted = false;
+      counting = true;
+      try {
+        accepted = worker->submit(plan.view(), ReadyToken::host()).accepted;
+      } catch (const std::bad_alloc&) {
+        EXPECT_FALSE(alone) << "a refusal could be told";
+      }
+      counting = false;
+      const bool done = until_failure >= 0;
+      if (!done) ++failures;
+      const bool again = worker->submit(plan.view(), ReadyToken::host()).accepted;
+      EXPECT_FALSE(accepted && again) << "a step comes once";
+      accepted |= again;
+      for (int turn = 0; turn < 3; ++turn) {
+        worker->pump(now);
+        while (!store->gets.empty()) store->end_get();
+        while (!store->puts.empty()) store->end_put();
+      }
+      collect();
+      StepPlan question = plan_of({}, {}, {});
+      for (const std::uint64_t id : {2, 3, 4}) {
+        if (accepted) {
+          EXPECT_EQ(ends[id].outcomes, std::vector<JobOutcome>{JobOutcome::kOk});
+        }
+        if (ends[id].quiets == 0) question.asked.push_back(JobId{id});
+      }
+      ASSERT_TRUE(worker->submit(question.view(), ReadyToken::host()).accepted);
+      collect();
+      for (const std::uint64_t id : {2, 3, 4}) {
+        EXPECT_EQ(ends[id].quiets, 1) << "job " << id << " after " << allowed;
+        EXPECT_EQ(ends[id].outcomes.size(), 1u) << "job " << id << " after " << allowed;
+      }
+      EXPECT_EQ(worker->counters().jobs_alive, 0u) << allowed;
+      EXPECT_EQ(worker->counters().jobs, (first ? 0u : 1u) + (accepted ? 3u : 0u)) << allowed;
+      if (done) break;
+    }
+    EXPECT_GT(failures, 5);
+  }
+  for_good = false;
 }
 
 // Each allocation of a worker's turns fails once: every job still has each end once, and counts as

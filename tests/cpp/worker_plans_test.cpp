@@ -13,6 +13,7 @@ TEST_F(WorkerTest, RefusesForeignPlansAndSaysWhy) {
   plan.digest.bytes[0] ^= 1;
   SubmitResult result = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(result.accepted);
+  EXPECT_FALSE(result.repeated);
   EXPECT_THAT(result.refusal, HasSubstr("digest = " + to_hex(plan.digest) + ": expected " +
                                         to_hex(schema->plan_digest())));
   WorkerReport told = report();
@@ -57,6 +58,7 @@ TEST_F(WorkerTest, APlanRunsOnce) {
   worker->pump(now);
   const SubmitResult again = worker->submit(plan.view(), ReadyToken::host());
   EXPECT_FALSE(again.accepted);
+  EXPECT_TRUE(again.repeated);
   EXPECT_EQ(again.refusal,
             "step plan: step = 1: expected more than 1 (this plan or a later one was taken)");
   WorkerReport nothing;
@@ -98,6 +100,23 @@ TEST_F(WorkerTest, AJobThatIsNotKnownIsToldAsFailedAndQuiet) {
   EXPECT_TRUE(store->gets.empty()) << "nothing is moved again";
 }
 
+// No other worker can have had its first plan, so that one may be lost as well.
+TEST_F(WorkerTest, TheOnlyWorkerAnswersForItsFirstPlan) {
+  build({.only = true});
+  StepPlan question = plan_of({}, {}, {});
+  question.asked = {JobId{4}};
+  EXPECT_TRUE(worker->submit(question.view(), ReadyToken::host()).accepted);
+  EXPECT_EQ(report().jobs,
+            (std::vector<JobReport>{{JobId{4}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}}));
+  ASSERT_TRUE(worker->submit(simple(JobKind::kLoad, 1, 5).view(), ReadyToken::host()).accepted);
+  question.step = ++last_step;
+  question.asked = {JobId{3}, JobId{5}};
+  EXPECT_TRUE(worker->submit(question.view(), ReadyToken::host()).accepted);
+  EXPECT_EQ(report().jobs,
+            (std::vector<JobReport>{{JobId{3}, JobOutcome::kFailed, 1, 0, 0, 0, 0, 0}}))
+      << "5 moves";
+}
+
 TEST_F(WorkerTest, RefusesPlansOfOtherKeys) {
   StepPlan plan = simple(JobKind::kSave, 1);
   KeyFacts other = schema->key_facts();
@@ -117,10 +136,13 @@ TEST_F(WorkerTest, ADamagedCopyOfARunningPlanEndsNothing) {
   std::vector<std::byte> bytes;
   encode(plan.view(), bytes);
   bytes.resize(bytes.size() - 8);
-  EXPECT_FALSE(worker->submit(std::span<const std::byte>(bytes), ReadyToken::host()).accepted);
+  const SubmitResult damaged =
+      worker->submit(std::span<const std::byte>(bytes), ReadyToken::host());
+  EXPECT_FALSE(damaged.accepted);
+  EXPECT_TRUE(damaged.repeated);
   StepPlan foreign = plan;
   foreign.digest.bytes[0] ^= 1;
-  EXPECT_FALSE(worker->submit(foreign.view(), ReadyToken::host()).accepted);
+  EXPECT_TRUE(worker->submit(foreign.view(), ReadyToken::host()).repeated);
   WorkerReport nothing;
   EXPECT_FALSE(worker->poll(nothing)) << "its bytes still move";
 }

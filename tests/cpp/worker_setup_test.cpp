@@ -72,6 +72,60 @@ TEST_F(WorkerTest, RegistrationIsAllOrNothing) {
   EXPECT_THAT(failing->regions, IsEmpty());
 }
 
+// A store without accelerators would copy from addresses that are none of the host's.
+TEST_F(WorkerTest, MemoryOfADeviceNeedsAStoreThatMovesIt) {
+  std::vector<CacheTensor> tensors(3);
+  const char* layers[] = {"full", "ring", "second"};
+  for (std::size_t t = 0; t < 3; ++t) {
+    tensors[t].base = memory.data();
+    tensors[t].bytes = memory.size();
+    tensors[t].layers = {layers[t]};
+    tensors[t].layer_stride = 64 * kPage;
+    tensors[t].block_stride = kPage;
+    tensors[t].offset = t * 64 * kPage;
+    tensors[t].device = 0;
+  }
+  const auto on_device = SegmentMap::make(projection, tensors);
+  auto host_only = std::make_shared<ScriptedStore>();
+  host_only->device_memory = false;
+  try {
+    StoreWorker(schema, on_device, host_only, {});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_STREQ(error.what(),
+                 "store worker: regions[0].device = 0: expected host memory, as store scripted "
+                 "moves no other (of Mooncake install a build for accelerators: "
+                 "mooncake-transfer-engine instead of mooncake-transfer-engine-non-cuda)");
+  }
+  EXPECT_THAT(host_only->regions, IsEmpty());
+  EXPECT_THROW(StoreWorker(schema, on_device, host_only, {.max_gets_in_flight = 0}), Error);
+  const auto any = std::make_shared<ScriptedStore>();
+  const StoreWorker accepted(schema, on_device, any, {});
+  EXPECT_EQ(any->regions, on_device->regions());
+}
+
+// What a store throws that is no Error of ours undoes as much.
+TEST_F(WorkerTest, RegistrationWithoutMemoryIsAllOrNothing) {
+  std::vector<std::byte> second(64 * kPage);
+  std::vector<CacheTensor> tensors(3);
+  const char* layers[] = {"full", "ring", "second"};
+  for (std::size_t t = 0; t < 3; ++t) {
+    std::vector<std::byte>& home = t == 2 ? second : memory;
+    tensors[t].base = home.data();
+    tensors[t].bytes = home.size();
+    tensors[t].layers = {layers[t]};
+    tensors[t].layer_stride = 64 * kPage;
+    tensors[t].block_stride = kPage;
+    tensors[t].offset = t == 2 ? 0 : t * 64 * kPage;
+  }
+  const auto two = SegmentMap::make(projection, tensors);
+  const auto failing = std::make_shared<ScriptedStore>();
+  failing->throw_region_at = 1;
+  EXPECT_THROW(StoreWorker(schema, two, failing, {}), std::bad_alloc);
+  EXPECT_THAT(failing->regions, IsEmpty());
+}
+
 TEST_F(WorkerTest, SchemaVllmIsRefusedWhereObjectsWouldDiffer) {
   CacheConfig config;
   config.num_blocks = 64;

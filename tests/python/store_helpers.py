@@ -52,9 +52,10 @@ class Rank:
         )
         self.store = options.pop("store", None) or kvprism.memory_store(pool)
         index = options.pop("index", self.store)
+        only = options.pop("only", False)
         self.scheduler = kvprism.StoreScheduler(self.schema, index, **options)
         self.worker = kvprism.StoreWorker(
-            self.schema, kvprism.SegmentMap(self.projection, [tensor]), self.store
+            self.schema, kvprism.SegmentMap(self.projection, [tensor]), self.store, only=only
         )
 
     def step(self) -> kvprism.StepPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -197,6 +198,61 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     prompt = LongPrompt(800_000, record_to=str(tmp_path / "run"))
     requests = iter(range(1, 100))
     lets_others_run(lambda: prompt.advance(next(requests)), 0.01)
+
+
+def test_a_recorded_call_that_does_nothing_else(tmp_path: Path) -> None:
+    """Its record is written to a file, which may take as long as a disk does."""
+    scheduler = Rank(record_to=str(tmp_path / "run")).scheduler
+    turns = 0
+    stop = threading.Event()
+
+    def run() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # others run only where they are let
+    try:
+        thread.start()
+        for call in (
+            lambda: scheduler.finished(7),
+            lambda: scheduler.preempted(7),
+            lambda: scheduler.wants_save(7),
+            lambda: scheduler.restrict(7, load=False),
+            lambda: scheduler.set_mode("off"),
+        ):
+            seen = turns
+            end = time.monotonic() + 10.0
+            while turns == seen:
+                assert time.monotonic() < end
+                call()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
+def test_the_registration_of_memory() -> None:
+    rank = Rank()
+    memory = np.zeros(rank.memory.shape, dtype=np.uint8)
+    tensor = kvprism.CacheTensor(
+        memory, layers=["f0", "f1"], layer_stride=memory.nbytes // 2, block_stride=memory.shape[2]
+    )
+    segments = kvprism.SegmentMap(rank.projection, [tensor])
+    workers: list[kvprism.StoreWorker] = []
+
+    def register() -> None:
+        while workers:
+            workers.pop().close()
+        store = kvprism.inject_faults(kvprism.memory_store(), region_delay_seconds=0.5)
+        workers.append(kvprism.StoreWorker(rank.schema, segments, store))
+
+    lets_others_run(register, 0.4)
+    assert workers.pop().close() == 0
+    rank.close()
 
 
 def test_a_purge_of_many_objects() -> None:

@@ -17,9 +17,10 @@ import kvprism
 import pytest
 from kvprism import StepPlan, StoreScheduler
 from kvprism.local_mooncake import LocalMooncake
-from kvprism.vllm import cache_config, control_file, scheduler_side
+from kvprism.vllm import cache_config, control_file, scheduler_side, worker_side
 from kvprism.vllm.events import Announcer
 from kvprism.vllm.metadata import StepMetadata
+from kvprism.vllm.mooncake import open_store
 from kvprism.vllm.options import read_options
 from kvprism.vllm.scheduler_side import SchedulerSide
 from kvprism.vllm.worker_side import Results, WorkerSide
@@ -757,6 +758,49 @@ def test_what_is_kept_of_a_failed_load(window: int | None) -> None:
     else:
         assert results.failed == {"b"}
         assert results.failed_blocks == set()
+
+
+def test_a_plan_that_comes_again_leaves_its_loads_alone(
+    engine: Engine, mooncake: LocalMooncake, described: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be writing: told as failed, their blocks would serve other requests meanwhile."""
+    tokens = [5, *TOKENS[1:]]
+    writer = make_worker(mooncake, configuration(), described)
+    request = engine.request("a", tokens)
+    engine.allocate(request, len(tokens))
+    run(writer, engine, engine.step(a=len(tokens)))
+    writer.close()
+    again = engine.request("b", tokens)
+    end = time.monotonic() + 60
+    while engine.half.lookup(again, 0)[0] is None:
+        assert time.monotonic() < end
+        engine.step()
+    engine.allocate(again, 4 * BLOCK, external=4 * BLOCK)
+    metadata = engine.step()
+    assert [name for _, name in metadata.loads] == ["b"]
+
+    stores: list[kvprism.ObjectStore] = []
+
+    def hanging(*arguments: Any, **named: Any) -> kvprism.ObjectStore:
+        stores.append(kvprism.inject_faults(open_store(*arguments, **named), hang=1.0))
+        return stores[-1]
+
+    monkeypatch.setattr(worker_side, "open_store", hanging)
+    reader = make_worker(mooncake, configuration(), described)
+    for _ in range(2):
+        reader.bind(metadata)
+        reader.submit()
+        reader.clear()
+        assert reader.take_results() == Results()
+    assert reader.counters()["plans_repeated"] == 1
+    results = Results()
+    while not results.finished:
+        assert time.monotonic() < end
+        stores[0].release_hung()
+        results = reader.take_results()
+    assert results == Results(finished={"b"})
+    assert reader.take_results() == Results()
+    reader.close()
 
 
 def memory_of(config: Any) -> dict[str, Any]:

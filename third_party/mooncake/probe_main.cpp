@@ -38,6 +38,7 @@ namespace {
 namespace mc = kvprism::mooncake;
 
 constexpr std::chrono::seconds kLimit{150};
+constexpr int kNotStarted = 126;  // exit status of a child that is not the probe
 constexpr std::size_t kSegmentBytes = std::size_t{64} << 20;
 
 struct Verdict {
@@ -241,6 +242,11 @@ Verdict examine(const Arguments& arguments) {
   }
 }
 
+// Everything else may be this machine's fault, or its network's, and another time it may go well.
+bool tells_of_library(std::string_view word) {
+  return word == mc::kVerdictOk || word == "crash" || word == "wrong_bytes";
+}
+
 // Runs examine() in a child made by exec and reads "word\ndetail" from it.
 Verdict supervise(const char* self, const Arguments& arguments) {
   std::array<int, 2> ends;
@@ -254,7 +260,7 @@ Verdict supervise(const char* self, const Arguments& arguments) {
     const std::string out = std::to_string(ends[1]);
     ::execl("/proc/self/exe", self, "--child", out.c_str(), arguments.library.c_str(),
             arguments.master.c_str(), arguments.python.c_str(), static_cast<char*>(nullptr));
-    ::_exit(126);
+    ::_exit(kNotStarted);
   }
   ::close(ends[1]);
 
@@ -285,6 +291,10 @@ Verdict supervise(const char* self, const Arguments& arguments) {
   }
   if (!in_time) return {"timeout", "no verdict within " + std::to_string(kLimit.count()) + " s"};
   if (!complete) {
+    if (WIFEXITED(status) && WEXITSTATUS(status) == kNotStarted)
+      return {"refused", "the probe cannot start itself"};
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
+      return {"refused", "killed, for its memory perhaps"};
     if (WIFSIGNALED(status)) {
       return {"crash", std::string("signal ") + ::strsignal(WTERMSIG(status))};
     }
@@ -360,9 +370,6 @@ int main(int argc, char** argv) {
       hash.empty() ? Verdict{"refused", "the file cannot be read"} : supervise(argv[0], arguments);
   const std::string line = to_line(verdict, file, hash);
   std::cout << line << std::endl;
-  // A master that does not answer, or none, says nothing about the library.
-  if (!hash.empty() && verdict.word != "no_master" && verdict.word != "not_exercised") {
-    mc::write_verdict(hash, line);
-  }
+  if (!hash.empty() && tells_of_library(verdict.word)) mc::write_verdict(hash, line);
   return verdict.word == mc::kVerdictOk ? 0 : 1;
 }

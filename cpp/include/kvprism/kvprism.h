@@ -277,7 +277,8 @@ typedef struct kvprism_mooncake_options {
   const char* python_library; /* null: searched */
   /* Of these, 0 is the default. Members of MooncakeOptions: */
   uint64_t max_region_bytes;    /* of a piece that is registered at once, for devices that take no
-                                   more; at least 1 MiB. By default a region is whole */
+                                   more; at least 1 MiB. By default 2 GiB with rdma, and a
+                                   region is whole with tcp */
   uint64_t max_bytes_per_call;  /* of a native call; UINT64_MAX: no limit */
   uint32_t max_slices_per_call; /* pieces of memory in a native call, 1 to 8192 */
   int32_t unknown_build; /* 0: a build that is not known is refused; 1: it is tried first, in a
@@ -549,6 +550,7 @@ typedef struct kvprism_worker_options {
   uint32_t max_queued_jobs;
   uint64_t max_bytes_in_flight; /* beyond them saves wait, and loads do not; 0: no limit */
   bool pump_thread;             /* false: the engine calls kvprism_worker_pump */
+  bool only; /* no worker of this process has had jobs of this scheduler before */
 } kvprism_worker_options;
 
 typedef enum kvprism_ready_state {

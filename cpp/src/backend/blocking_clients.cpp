@@ -187,11 +187,18 @@ void BlockingStore::Core::make_client(const std::shared_ptr<Attempt>& mine) {
       const auto release = [&] {
         if (std::exchange(mine->has_regions, false)) end_regions();
       };
+      const auto goes_on = [&] {
+        const Lock held(mutex);
+        return !mine->given_up;
+      };
       try {
         const std::vector<Region> present = regions.regions();
         lock.unlock();
-        for (const Region& region : present) generation->client->register_region(region);
-        if (!capabilities.name.empty()) probe(*generation->client);
+        for (const Region& region : present) {
+          if (!goes_on()) break;
+          generation->client->register_region(region);
+        }
+        if (!capabilities.name.empty() && goes_on()) probe(*generation->client);
         lock.lock();
       } catch (...) {
         if (!lock.owns_lock()) lock.lock();

@@ -131,7 +131,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   mutable std::mutex mutex;  // guards everything below
   detail::RegionTable regions;
-  bool regions_busy = false;  // somebody registers or unregisters, without the mutex
+  std::vector<Region> unreleased;  // of the closed side: a client may still have them
+  bool regions_busy = false;       // somebody registers or unregisters, without the mutex
   std::condition_variable care_wakes;
   std::array<std::condition_variable, detail::kKinds> lane_wakes;
   std::condition_variable changed;  // a completion, an end of a call, of a thread, of a client
@@ -208,8 +209,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   // ---- regions ----
 
-  // Gives back the regions of the closed side; the number of those that a client may still have
-  // registered.
+  // Gives back the regions of the closed side; the number of those that a client, present, retired
+  // or given up, may still have registered. Those are tried again.
   std::uint64_t release_regions(Lock& lock, TimePoint end);
   // False when `end` came first. With the lock held, before and after.
   bool begin_regions(Lock& lock, TimePoint end);

@@ -79,25 +79,27 @@ std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
 
 std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
   // From here on no client is given them.
-  const std::vector<Region> all = regions.regions();
-  for (const Region& region : all) regions.erase(region);
-  if (all.empty()) return 0;
+  unreleased.reserve(unreleased.size() + regions.regions().size());
+  for (const Region& region : regions.regions()) unreleased.push_back(region);
+  for (const Region& region : unreleased) regions.erase(region);
+  if (unreleased.empty()) return 0;
   // With both sides closed the clients go, and the regions with them.
-  if (closed[kIndex]) return all.size();
-  if (!begin_regions(lock, end)) return all.size();
-  if (current == nullptr) {
-    end_regions();
-    return counters.retired_now == 0 ? 0 : all.size();
-  }
+  if (closed[kIndex]) return unreleased.size();
+  if (!begin_regions(lock, end)) return unreleased.size();
   // A client that is slow at this is given up; one that a short budget cuts off is not.
   const TimePoint limit = std::max(end, after(Clock::now(), milliseconds(500)));
-  std::uint64_t left = 0;
-  for (const Region& region : all) {
-    if (current == nullptr) break;
-    if (change_region(lock, current, region, false, limit) != nullptr) ++left;
+  std::vector<Region> left;  // with the present client
+  for (const Region& region : unreleased) {
+    const std::shared_ptr<Generation> client = current;
+    if (client == nullptr) break;
+    const bool failed = change_region(lock, client, region, false, limit) != nullptr;
+    if (failed && client == current) left.push_back(region);
   }
   end_regions();
-  return left;
+  // Those on their way out, or never finished, may have any of them.
+  if (changed.wait_until(lock, end, [&] { return counters.retired_now == 0; }))
+    unreleased = std::move(left);
+  return unreleased.size();
 }
 
 void BlockingStore::add_region(const Region& region) {
@@ -118,6 +120,7 @@ void BlockingStore::add_region(const Region& region) {
   }
   std::exception_ptr error;
   try {
+    if (core.closed[kStore]) refuse(ErrorCode::kClosed, "an open store");
     switch (core.regions.fit(region)) {
       case RegionTable::Fit::kEqual:
         break;

@@ -1,13 +1,17 @@
 #include "kvprism/backend/fault_injection.h"
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <list>
 #include <optional>
+#include <string>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "backend/seeded_random.h"
+#include "kvprism/base/error.h"
 
 namespace kvprism {
 namespace {
@@ -580,7 +584,15 @@ StoreCapabilities FaultInjector::capabilities() const {
   capabilities.name += " with faults";
   return capabilities;
 }
-void FaultInjector::add_region(const Region& region) { impl_->store->add_region(region); }
+void FaultInjector::add_region(const Region& region) {
+  if (impl_->stores.closed) {
+    fail(ErrorCode::kClosed, "fault injector",
+         {"region", std::to_string(region.length) + " bytes", "an open store", {}});
+  }
+  if (impl_->plan.region_delay.ns > 0)
+    std::this_thread::sleep_for(std::chrono::nanoseconds(impl_->plan.region_delay.ns));
+  impl_->store->add_region(region);
+}
 void FaultInjector::remove_region(const Region& region) { impl_->store->remove_region(region); }
 void FaultInjector::set_wakeup(Wakeup wakeup) { impl_->store->set_wakeup(wakeup); }
 

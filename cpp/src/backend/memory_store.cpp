@@ -396,6 +396,10 @@ void MemoryStore::add_region(const Region& region) {
           "host memory of at least 1 byte",
           {}});
   }
+  if (impl_->store.closed) {
+    fail(ErrorCode::kClosed, "memory store",
+         {"region", std::to_string(region.length) + " bytes", "an open store", {}});
+  }
   switch (impl_->regions.fit(region)) {
     case detail::RegionTable::Fit::kNew:
       impl_->regions.insert(region);

@@ -143,11 +143,13 @@ class MooncakeClient final : public BlockingClient {
       : library_(library),
         native_functions_(library.store),
         master_(std::move(master)),
+        knock_(master_),
         connect_timeout_(options.connect_timeout),
         queue_(options.protocol == "tcp" ? library.tcp_queue : 2 * kMaxSlices),
         max_slices_(std::min(options.max_slices_per_call, std::max(1U, queue_ / 2))),
         max_bytes_(options.max_bytes_per_call),
-        max_region_bytes_(options.max_region_bytes),
+        max_region_bytes_(
+            detail::effective_region_bytes(options.protocol, options.max_region_bytes)),
         options_(options),
         protocol_(options.protocol),
         pid_(::getpid()) {
@@ -365,8 +367,7 @@ class MooncakeClient final : public BlockingClient {
     // native call takes.
     if (!refuse && master_silent_.load(std::memory_order_relaxed)) {
       refuse = !guarded("connect", [&] {
-        return detail::connect_failure(master_, std::min(connect_timeout_, milliseconds(200)))
-            .empty();
+        return knock_.failure(std::min(connect_timeout_, milliseconds(200))).empty();
       });
       if (!refuse) master_silent_.store(false, std::memory_order_relaxed);
       end.unreachable = refuse;
@@ -529,6 +530,7 @@ class MooncakeClient final : public BlockingClient {
   const mooncake::Library& library_;
   const mooncake::StoreFunctions& native_functions_;
   const HostPort master_;
+  detail::Knock knock_;
   const Duration connect_timeout_;
   const std::uint32_t queue_;
   const std::uint32_t max_slices_;
@@ -573,7 +575,8 @@ bool accepted_by_probe(const std::string& path, const HostPort& master) {
   const std::string hash = mooncake::hash_file(path);
   if (hash.empty()) return false;
   std::string line = mooncake::read_verdict(hash);
-  if (line.empty()) {
+  const bool cached = !line.empty();
+  if (!cached) {
     constexpr std::chrono::seconds kLimit{180};
     line = mooncake::run_probe(path, kvprism::to_string(master), kLimit);
   }
@@ -582,7 +585,9 @@ bool accepted_by_probe(const std::string& path, const HostPort& master) {
     return true;
   }
   fail(ErrorCode::kUnsupported, kSubject,
-       {"library", path, "a build that passes the probe", "the probe said: " + line});
+       {"library", path, "a build that passes the probe",
+        "the probe said: " + line +
+            (cached ? "; to ask it again remove " + mooncake::verdict_path(hash) : "")});
 }
 
 std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {

@@ -14,10 +14,9 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <future>
 #include <limits>
-#include <memory>
 #include <thread>
+#include <utility>
 
 #include "registration.h"
 
@@ -25,38 +24,6 @@ namespace kvprism::detail {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-struct AddressList {
-  addrinfo* first = nullptr;
-  int error = 0;
-  AddressList() = default;
-  AddressList(const AddressList&) = delete;
-  AddressList& operator=(const AddressList&) = delete;
-  ~AddressList() {
-    if (first != nullptr) freeaddrinfo(first);
-  }
-};
-
-std::shared_ptr<AddressList> look_up(const HostPort& address, int flags) {
-  auto list = std::make_shared<AddressList>();
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = flags | AI_NUMERICSERV;
-  const std::string port = std::to_string(address.port.value_or(0));
-  list->error = getaddrinfo(address.host.c_str(), port.c_str(), &hints, &list->first);
-  return list;
-}
-
-// A numeric address needs no resolver; a name is looked up in a thread that may be left behind.
-std::shared_ptr<AddressList> resolve(const HostPort& address, Clock::time_point end) {
-  if (auto numeric = look_up(address, AI_NUMERICHOST); numeric->error == 0) return numeric;
-  auto promise = std::make_shared<std::promise<std::shared_ptr<AddressList>>>();
-  auto future = promise->get_future();
-  std::thread([promise, address] { promise->set_value(look_up(address, 0)); }).detach();
-  if (future.wait_until(end) != std::future_status::ready) return nullptr;
-  return future.get();
-}
 
 std::string connect_one(const addrinfo& at, Clock::time_point end) {
   const int socket = ::socket(at.ai_family, at.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
@@ -89,9 +56,58 @@ std::string connect_one(const addrinfo& at, Clock::time_point end) {
 
 }  // namespace
 
-std::string connect_failure(const HostPort& address, Duration limit) {
+struct Knock::AddressList {
+  addrinfo* first = nullptr;
+  int error = 0;
+  AddressList() = default;
+  AddressList(const AddressList&) = delete;
+  AddressList& operator=(const AddressList&) = delete;
+  ~AddressList() {
+    if (first != nullptr) freeaddrinfo(first);
+  }
+};
+
+Knock::Knock(HostPort address, LookUp look_up)
+    : address_(std::move(address)), look_up_(std::move(look_up)) {}
+
+Knock::Found Knock::look_up(const LookUp& how, const HostPort& address, int flags) {
+  auto list = std::make_shared<AddressList>();
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  const std::string port = std::to_string(address.port.value_or(0));
+  list->error = how(address.host.c_str(), port.c_str(), &hints, &list->first);
+  return list;
+}
+
+// A numeric address needs no resolver.
+Knock::Found Knock::resolve(Clock::time_point end) {
+  if (auto numeric = look_up(::getaddrinfo, address_, AI_NUMERICHOST); numeric->error == 0)
+    return numeric;
+  std::shared_future<Found> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!pending_.valid()) {
+      const auto promise = std::make_shared<std::promise<Found>>();
+      std::thread([promise, how = look_up_, address = address_] {
+        promise->set_value(look_up(how, address, 0));
+      }).detach();
+      pending_ = promise->get_future().share();
+    }
+    pending = pending_;
+  }
+  if (pending.wait_until(end) != std::future_status::ready) return nullptr;
+  const std::lock_guard lock(mutex_);
+  // Another caller may have begun the next one.
+  if (pending_.valid() && pending_.wait_for(Clock::duration::zero()) == std::future_status::ready)
+    pending_ = {};
+  return pending.get();
+}
+
+std::string Knock::failure(Duration limit) {
   const Clock::time_point end = Clock::now() + std::chrono::nanoseconds(limit.ns);
-  const std::shared_ptr<AddressList> list = resolve(address, end);
+  const Found list = resolve(end);
   if (list == nullptr) return "the name did not resolve in time";
   if (list->error != 0) return gai_strerror(list->error);
   std::string reason = "the name has no address";

@@ -2,7 +2,14 @@
 // R68).
 #pragma once
 
+#include <netdb.h>
+
+#include <chrono>
 #include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,9 +21,33 @@
 
 namespace kvprism::detail {
 
-// Empty when a TCP connection to the address was accepted within `limit`, otherwise the reason.
-// Never waits longer: a name that resolves too slowly counts as no answer.
-std::string connect_failure(const HostPort& address, Duration limit);
+// Tries TCP connections to an address. Threads: any. A name is looked up anew each time, in one
+// thread at a time, which may be left behind: what it finds too late serves the next question.
+class Knock {
+ public:
+  // As getaddrinfo(3).
+  using LookUp = std::function<int(const char*, const char*, const addrinfo*, addrinfo**)>;
+  explicit Knock(HostPort address, LookUp look_up = ::getaddrinfo);
+
+  // Empty when a connection was accepted within `limit`, otherwise the reason. Never waits longer.
+  std::string failure(Duration limit);
+
+ private:
+  struct AddressList;
+  using Found = std::shared_ptr<AddressList>;
+
+  static Found look_up(const LookUp& how, const HostPort& address, int flags);
+  Found resolve(std::chrono::steady_clock::time_point end);
+
+  const HostPort address_;
+  const LookUp look_up_;
+  std::mutex mutex_;
+  std::shared_future<Found> pending_;  // guarded by the mutex
+};
+
+inline std::string connect_failure(const HostPort& address, Duration limit) {
+  return Knock(address).failure(limit);
+}
 
 // Names in `folder`, sorted; empty when there is none or no such folder.
 std::vector<std::string> list_rdma_devices(const std::string& folder);

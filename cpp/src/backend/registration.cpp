@@ -24,6 +24,12 @@ std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,
   return problems;
 }
 
+// No device is known to take less at once; what it tells of itself only libibverbs reads.
+std::uint64_t effective_region_bytes(std::string_view protocol, std::uint64_t wanted) noexcept {
+  constexpr std::uint64_t kRdma = std::uint64_t{2} << 30;
+  return wanted == 0 && protocol == "rdma" ? kRdma : wanted;
+}
+
 std::vector<Region> cut_region(const Region& region, std::uint64_t max_region_bytes) {
   const std::uint64_t most = max_region_bytes == 0 ? region.length : max_region_bytes;
   std::vector<Region> pieces;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "kvprism/base/error.h"
@@ -22,6 +23,9 @@ struct RegistrationFacts {
 // What is wrong with registering regions of these lengths, all together.
 std::vector<Problem> check_registration(std::span<const std::uint64_t> lengths,
                                         const RegistrationFacts& facts);
+
+// How much is registered at once with a protocol when `wanted` (0: nothing) was asked for; 0: all.
+std::uint64_t effective_region_bytes(std::string_view protocol, std::uint64_t wanted) noexcept;
 
 // The registrations of a region, in order; none is longer than `max_region_bytes` (0: one).
 std::vector<Region> cut_region(const Region& region, std::uint64_t max_region_bytes);

@@ -388,7 +388,7 @@ kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler, kvp
     }
     *found = scheduler->next_end < ends.size();
     if (!*found) return;
-    const LoadEnd& next = ends[scheduler->next_end++];
+    const LoadEnd& next = ends[scheduler->next_end];
     scheduler->failed.clear();
     for (const FailedBlock& block : next.failed)
       scheduler->failed.push_back({raw(block.group), block.chunk, raw(block.block)});
@@ -400,6 +400,7 @@ kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler, kvp
             .blocks_quiet = next.blocks_quiet,
             .failed = scheduler->failed.data(),
             .num_failed = scheduler->failed.size()};
+    ++scheduler->next_end;  // last: what fails before is asked for again
   });
 }
 

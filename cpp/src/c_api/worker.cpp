@@ -8,6 +8,7 @@
 
 #include "c_api/guard.h"
 #include "c_api/handles.h"
+#include "store/give_back.h"
 
 using namespace kvprism;         // NOLINT(google-build-using-namespace): functions outside of any
 using namespace kvprism::c_api;  // NOLINT(google-build-using-namespace)
@@ -64,7 +65,8 @@ kvprism_status kvprism_worker_options_init(kvprism_worker_options* options, size
                                      .max_puts_in_flight = defaults.max_puts_in_flight,
                                      .max_queued_jobs = defaults.max_queued_jobs,
                                      .max_bytes_in_flight = defaults.max_bytes_in_flight,
-                                     .pump_thread = true},
+                                     .pump_thread = true,
+                                     .only = defaults.only},
               error);
 }
 
@@ -87,10 +89,17 @@ kvprism_status kvprism_worker_new(const kvprism_key_schema* schema, const kvpris
     wanted.max_puts_in_flight = options->max_puts_in_flight;
     wanted.max_queued_jobs = options->max_queued_jobs;
     wanted.max_bytes_in_flight = options->max_bytes_in_flight;
+    wanted.only = options->only;
     auto made = std::make_unique<kvprism_worker>();
     made->store = store->store;
     made->worker = std::make_shared<StoreWorker>(schema->shared, map->shared, store->store, wanted);
-    if (options->pump_thread) made->pump = std::make_unique<PumpThread>(made->worker, store->store);
+    if (options->pump_thread) {
+      try {
+        made->pump = std::make_unique<PumpThread>(made->worker, store->store);
+      } catch (...) {
+        kvprism::detail::give_regions_back(*store->store, map->shared->regions());
+      }
+    }
     *worker = made.release();
   });
 }

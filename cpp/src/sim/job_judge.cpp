@@ -248,7 +248,8 @@ void JobJudge::planned(const StepPlan& plan) {
 
 bool JobJudge::plan_reaches(std::uint32_t rank, const StepPlan& plan) {
   const bool dead = (dead_ >> rank & 1) != 0;
-  const bool lost = !dead && losing_ == rank && had_job_[rank] && !plan.jobs.empty();
+  const bool answers = had_job_[rank] || answer_for_all_;
+  const bool lost = !dead && losing_ == rank && answers && !plan.jobs.empty();
   if (!dead && !lost) {
     had_job_[rank] |= !plan.jobs.empty();
     return true;

@@ -44,8 +44,9 @@ class JobJudge final : public EngineObserver {
   RequestAccess access(RequestId request) const;
   // The oldest request that waits for an answer of the store.
   std::optional<RequestId> asking_request() const;
-  // The next plan with a job does not reach the rank, if it has had one before: a worker answers
-  // for no job before its first.
+  // Workers answer for every job of the scheduler's; else for none before their first.
+  void answer_for_all(bool all) noexcept { answer_for_all_ = all; }
+  // The next plan with a job does not reach the rank, if its worker can answer for it.
   void lose_plan(std::uint32_t rank) noexcept { losing_ = rank; }
   std::uint64_t plans_lost() const noexcept { return plans_lost_; }
   // Ranks (bits) whose workers do not move.
@@ -185,6 +186,7 @@ class JobJudge final : public EngineObserver {
   std::uint32_t losing_ = kMaxRanks;
   std::uint64_t plans_lost_ = 0;
   std::array<bool, kMaxRanks> had_job_{};
+  bool answer_for_all_ = false;
   std::uint32_t still_ = 0;  // bits
   std::uint32_t dead_ = 0;
   std::string broken_;

@@ -415,6 +415,7 @@ void add_later_faults(SeededRandom random, WorldConfig& config) {
   later.ranks_die = random.chance(1, 4);
   later.restrict_late = random.chance(1, 4);
   config.engine.resume_at_once = random.chance(1, 4);
+  config.worker.only = random.chance(1, 2);
 }
 
 std::string dashes(bool value, const std::string& word) { return value ? ", " + word : ""; }
@@ -573,6 +574,7 @@ std::string WorldConfig::describe() const {
           std::to_string(engine.max_running);
   if (worker.max_bytes_in_flight != 0)
     text += ", " + std::to_string(worker.max_bytes_in_flight) + " bytes in flight";
+  text += dashes(worker.only, "only workers");
   if (scheduler.max_held_percent < 100)
     text += ", jobs hold " + std::to_string(scheduler.max_held_percent) + "%";
   text += dashes(memory.split_tensors, "split tensors") +

@@ -62,6 +62,7 @@ void WorldRun::start_life() {
   life_.scheduler = std::make_shared<StoreScheduler>(schema_, life_.watch, config_.scheduler);
   life_.judge = std::make_unique<JobJudge>(objects_, *projection_, config_.scheduler, config_.clean,
                                            step_tokens_);
+  life_.judge->answer_for_all(config_.worker.only);
   life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
   life_.watch->set_judge(life_.judge.get());
   life_.judge->set_now(now_);

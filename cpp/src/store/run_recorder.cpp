@@ -50,15 +50,22 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
 
 void RunRecorder::flush() noexcept {
   try {
-    if (sink_.write != nullptr && !sink_.write(sink_.context, buffer_)) {
-      sink_.write = nullptr;
-      log(LogLevel::kWarning, "the recording has ended: its sink takes no more");
-    }
+    if (on() && !sink_.write(sink_.context, buffer_)) end("its sink takes no more");
   } catch (...) {  // of the engine's own: a step must not end the process
-    sink_.write = nullptr;
-    log(LogLevel::kWarning, "the recording has ended: its sink has thrown");
+    end("its sink has thrown");
   }
   buffer_.clear();
+}
+
+void RunRecorder::end(const char* why) noexcept {
+  buffer_.clear();
+  if (!on()) return;
+  sink_.write = nullptr;
+  try {
+    log(LogLevel::kWarning, std::string("the recording has ended: ") + why);
+  } catch (...) {
+    return;  // no memory for a line either
+  }
 }
 
 RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal) {

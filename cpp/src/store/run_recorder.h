@@ -110,15 +110,20 @@ class RunRecorder {
  public:
   RunRecorder(const RunSink& sink, const KeySchema& schema, const StoreSchedulerOptions& options);
 
+  // Without memory for it the recording ends, and what is recorded goes on.
   template <class Fill>
-  void record(RunKind kind, Instant at, Fill fill) {
-    const std::size_t head = buffer_.size();
-    buffer_.resize(head + sizeof(RunRecordHead));
-    fill(RunWriter(buffer_));
-    RunRecordHead filled{kind, 0, at.ns};
-    filled.bytes = static_cast<std::uint32_t>(buffer_.size() - head - sizeof(RunRecordHead));
-    std::memcpy(buffer_.data() + head, &filled, sizeof(filled));
-    buffer_.resize((buffer_.size() + 7) & ~std::size_t{7});
+  void record(RunKind kind, Instant at, Fill fill) noexcept {
+    try {
+      const std::size_t head = buffer_.size();
+      buffer_.resize(head + sizeof(RunRecordHead));
+      fill(RunWriter(buffer_));
+      RunRecordHead filled{kind, 0, at.ns};
+      filled.bytes = static_cast<std::uint32_t>(buffer_.size() - head - sizeof(RunRecordHead));
+      std::memcpy(buffer_.data() + head, &filled, sizeof(filled));
+      buffer_.resize((buffer_.size() + 7) & ~std::size_t{7});
+    } catch (...) {
+      end("no memory for it");
+    }
   }
   // False once the sink takes no more.
   bool on() const noexcept { return sink_.write != nullptr; }
@@ -131,6 +136,7 @@ class RunRecorder {
 
  private:
   void flush() noexcept;
+  void end(const char* why) noexcept;
 
   RunSink sink_;
   std::vector<std::byte> buffer_;

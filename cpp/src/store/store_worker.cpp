@@ -8,6 +8,7 @@
 #include "group/hash128.h"
 #include "key/group_facts.h"
 #include "kvprism/base/log.h"
+#include "store/give_back.h"
 #include "store/plan_check.h"
 #include "store/stage_check.h"
 #include "store/vllm_objects.h"
@@ -49,7 +50,7 @@ void StoreWorker::Impl::tell(std::uint64_t epoch, const JobReport& entry,
 void StoreWorker::Impl::answer(const StepPlanView& plan) {
   std::uint64_t unknown = 0;
   for (const JobId id : plan.asked) {
-    if (first_job == 0 || raw(id) < first_job) continue;
+    if (!options.only && (first_job == 0 || raw(id) < first_job)) continue;
     if (std::find(alive.begin(), alive.end(), raw(id)) != alive.end()) continue;
     JobReport entry;
     entry.job = id;
@@ -68,9 +69,13 @@ bool StoreWorker::Impl::was_refused(std::uint64_t epoch, JobId id) const {
 // A refused plan's jobs have ended: no call was made for them.
 SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<JobId>& ids,
                                        const Error& why) {
+  bool repeated = false;
   for (const JobId id : ids) {
     // A damaged copy of an earlier plan: its job may be running, and must not be told as quiet.
-    if (epoch == bound_epoch && raw(id) <= last_job) continue;
+    if (epoch == bound_epoch && raw(id) <= last_job) {
+      repeated = true;
+      continue;
+    }
     if (was_refused(epoch, id)) continue;
     JobReport entry;
     entry.job = id;
@@ -84,7 +89,7 @@ SubmitResult StoreWorker::Impl::refuse(std::uint64_t epoch, const std::vector<Jo
     tell(epoch, entry, {});
   }
   count([](StoreWorkerCounters& c) { ++c.plans_refused; });
-  return {false, why.what(), why.problems()};
+  return {false, why.what(), why.problems(), repeated};
 }
 
 std::optional<Error> StoreWorker::Impl::why_refused(const StepPlanView& plan) {
@@ -247,6 +252,20 @@ void check_groups(const KeySchema& schema, const Projection& of_map, ProblemList
                Projection::describe_mismatch(map, keys));
 }
 
+// Such a store would copy from an address that is none of the host's.
+void check_devices(const SegmentMap& map, const StoreCapabilities& store, ProblemList& problems) {
+  if (store.device_memory) return;
+  for (std::size_t r = 0; r < map.regions().size(); ++r) {
+    const int device = map.regions()[r].device;
+    if (device < 0) continue;
+    problems.add("regions[" + std::to_string(r) + "].device", std::to_string(device),
+                 "host memory, as store " + store.name + " moves no other",
+                 "of Mooncake install a build for accelerators: mooncake-transfer-engine instead "
+                 "of mooncake-transfer-engine-non-cuda");
+    return;
+  }
+}
+
 }  // namespace
 
 StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
@@ -282,7 +301,10 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
     detail::check_stage(map->projection(), options.rank, problems);
   if (map && store) Impl::check_objects(*map, store->capabilities(), problems);
   if (schema && map && schema->name() == "vllm") detail::check_vllm_objects(*map, problems);
-  problems.throw_if_any(ErrorCode::kInvalidArgument, "store worker");
+  const bool well_formed = problems.empty();
+  if (map && store) check_devices(*map, store->capabilities(), problems);
+  problems.throw_if_any(well_formed ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument,
+                        "store worker");
   impl_ = std::make_unique<Impl>(std::move(schema), std::move(map), std::move(store),
                                  std::move(in_use), options);
 
@@ -300,19 +322,8 @@ StoreWorker::StoreWorker(std::shared_ptr<const KeySchema> schema,
   for (std::size_t r = 0; r < regions.size(); ++r) {
     try {
       impl_->store->add_region(regions[r]);
-    } catch (const Error& error) {
-      std::vector<Problem> all = error.problems();
-      bool late = error.code() == ErrorCode::kTimedOut;
-      while (r-- > 0) {
-        try {
-          impl_->store->remove_region(regions[r]);
-        } catch (const Error& undo) {
-          // Memory that may still be registered says so, whatever came first.
-          late |= undo.code() == ErrorCode::kTimedOut;
-          all.insert(all.end(), undo.problems().begin(), undo.problems().end());
-        }
-      }
-      throw Error(late ? ErrorCode::kTimedOut : error.code(), error.subject(), std::move(all));
+    } catch (...) {
+      detail::give_regions_back(*impl_->store, std::span(regions).first(r));
     }
   }
 }
@@ -332,7 +343,7 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
         ErrorCode::kMismatch, "step plan",
         {{"step", std::to_string(plan.step), "more than " + std::to_string(impl_->last_step),
           "this plan or a later one was taken"}});
-    return {false, why.what(), why.problems()};
+    return {false, why.what(), why.problems(), true};
   }
   for (std::size_t i = 0; i < plan.jobs.size(); ++i) {
     const JobId id = plan.jobs[i].id;
@@ -348,6 +359,7 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
   // Also of a plan that finds no room: its jobs are told as failed, so it must not run later.
   impl_->bound_epoch = plan.epoch;
   impl_->last_step = plan.step;
+  if (impl_->first_job == 0 && !plan.jobs.empty()) impl_->first_job = raw(plan.jobs[0].id);
   if (impl_->inbox.size() + plan.jobs.size() > impl_->options.max_queued_jobs) {
     for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
     return impl_->refuse(plan.epoch, refused,
@@ -359,22 +371,46 @@ SubmitResult StoreWorker::submit(const StepPlanView& plan, ReadyToken ready) {
                                      " together (max_queued_jobs)",
                                  {}}}));
   }
-  for (const JobRecord& record : plan.jobs) {
-    std::unique_ptr<detail::Job> job = impl_->idle_jobs.take();
-    impl_->copy_job(plan, record, *job);
-    job->ready = ready;
-    if (impl_->first_job == 0) impl_->first_job = raw(record.id);
-    impl_->last_job = std::max(impl_->last_job, raw(record.id));
-    impl_->alive.push_back(raw(record.id));
-    impl_->inbox.try_push(std::move(job));
+  try {
+    impl_->take(plan, ready);
+  } catch (const std::exception& error) {
+    impl_->copied.clear();
+    for (const JobRecord& job : plan.jobs) refused.push_back(job.id);
+    return impl_->refuse(plan.epoch, refused,
+                         Error(ErrorCode::kMismatch, "step plan",
+                               {{"jobs",
+                                 error.what(),
+                                 "memory for a copy of " + std::to_string(plan.jobs.size()),
+                                 {}}}));
   }
-  impl_->answer(plan);
-  impl_->count([&](StoreWorkerCounters& c) {
-    ++c.plans;
-    c.jobs += plan.jobs.size();
-    c.jobs_alive += plan.jobs.size();
-  });
+  try {
+    impl_->answer(plan);
+  } catch (const std::exception&) {
+    return {};  // the plan is taken, and the question is asked again
+  }
   return {};
+}
+
+void StoreWorker::Impl::take(const StepPlanView& plan, const ReadyToken& ready) {
+  for (const JobRecord& record : plan.jobs) {
+    copied.push_back(idle_jobs.take());
+    copy_job(plan, record, *copied.back());
+    copied.back()->ready = ready;
+  }
+  const std::size_t most = alive.size() + copied.size();
+  if (most > alive.capacity()) alive.reserve(2 * most);
+  inbox.try_push_all(copied);
+  // From here on nothing fails. Whoever forgets a job waits for submit_mutex.
+  for (const JobRecord& record : plan.jobs) {
+    last_job = std::max(last_job, raw(record.id));
+    alive.push_back(raw(record.id));
+  }
+  count([&](StoreWorkerCounters& c) {
+    ++c.plans;
+    c.jobs += copied.size();
+    c.jobs_alive += copied.size();
+  });
+  copied.clear();
 }
 
 SubmitResult StoreWorker::submit(std::span<const std::byte> encoded_plan, ReadyToken ready) {

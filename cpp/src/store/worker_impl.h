@@ -72,12 +72,13 @@ struct StoreWorker::Impl {
   std::mutex submit_mutex;
   std::uint64_t bound_epoch = 0;  // 0: none yet
   std::uint64_t last_step = 0;    // of that epoch
-  std::uint64_t first_job = 0;    // taken, 0: none yet; an earlier worker may have had those before
+  std::uint64_t first_job = 0;    // of a plan, 0: none yet; an earlier worker may have had others
   std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
   std::vector<std::uint64_t> alive;                      // ids taken that are not over
   std::vector<std::pair<std::uint64_t, JobId>> refused;  // the last that refuse() told: epoch, id
   bool closed = false;
   detail::Pool<Job> idle_jobs;
+  std::vector<std::unique_ptr<Job>> copied;  // of the plan that is submitted
   std::mutex outbox_mutex;
   std::vector<WorkerReport> outbox;  // one per epoch
   mutable std::mutex counters_mutex;
@@ -121,6 +122,8 @@ struct StoreWorker::Impl {
   SubmitResult refuse(std::uint64_t epoch, const std::vector<JobId>& ids, const Error& why);
   bool was_refused(std::uint64_t epoch, JobId id) const;
   std::optional<Error> why_refused(const StepPlanView& plan);
+  // All of the plan's jobs, or none where it throws.
+  void take(const StepPlanView& plan, const ReadyToken& ready);
   void copy_job(const StepPlanView& plan, const JobRecord& record, Job& job) const;
   void add_run(const RunRecord& run, JobKind kind, Job& job) const;
 

@@ -166,6 +166,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             self._vllm_config.parallel_config.rank,
             kv_caches,
+            only=self._worker is None,
         )
         if before is not None:
             self._worker.inherit(before)

@@ -40,6 +40,8 @@ class WorkerSide:
         kv_cache_config: Any,
         rank: int,
         kv_caches: Mapping[str, Any],
+        *,
+        only: bool = False,
     ) -> None:
         self._map = segment_map(described.projection, kv_cache_config, kv_caches)
         self._store = open_store(options, gives_memory=True)
@@ -53,6 +55,7 @@ class WorkerSide:
             max_gets_in_flight=options.max_gets_in_flight,
             max_puts_in_flight=options.max_puts_in_flight,
             max_bytes_in_flight=options.max_bytes_in_flight,
+            only=only,
         )
         # With one group vLLM keeps what lies before the first failed block, which only a prefix is
         # worth: before a window or a state there may be nothing. With several groups it cannot tell
@@ -94,6 +97,9 @@ class WorkerSide:
             if taken:
                 self._loads.expect(metadata.plan)
                 self._names.update(metadata.loads)
+            elif taken.repeated:
+                # Its loads may be writing: each is told once, by its own end.
+                self._refused("kvprism: a plan came again: %s", taken.refusal)
             else:
                 # Also of another version, in which no load can be found: those who wait are named.
                 self._refused("kvprism: a plan was refused: %s", taken.refusal)

@@ -100,7 +100,8 @@ class KVPRISM_API BlockingStore final : public ObjectStore, public ObjectIndex {
   void set_wakeup(Wakeup wakeup) override;
   bool poll_store(Instant now, Completion& out) override;
   // Gives all regions back, for which it takes up to half a second beyond the budget. When both
-  // sides are closed the client is torn down within what is left of it.
+  // sides are closed the client is torn down within what is left of it. Regions that a client,
+  // present, retired or given up, may still have count as unquiet, also in later calls.
   CloseReport close_store(Duration budget) override;
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,

@@ -65,6 +65,7 @@ struct FaultPlan {
   // this without a client.
   Duration late = milliseconds(100);
   Duration lookup_late = milliseconds(1000);  // kLookupLate: up to this
+  Duration region_delay{};                    // add_region takes so much longer, in real time
   // What is not quiet when the store is closed still lands for whoever goes on polling.
   bool lands_after_close = false;
 

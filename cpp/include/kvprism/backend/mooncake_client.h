@@ -61,7 +61,8 @@ struct MooncakeOptions {
   std::uint64_t max_bytes_per_call = 256u
                                      << 20;  // offered to the worker as a capability; 0: no limit
   // Memory is registered in pieces of at most so many bytes, for devices that take no more at once
-  // (R67); what is moved is cut where they meet. 0: each region whole; else at least 1 MiB.
+  // (R67); what is moved is cut where they meet. 0: 2 GiB with rdma, each region whole with tcp;
+  // else at least 1 MiB.
   std::uint64_t max_region_bytes = 0;
   Duration connect_timeout = seconds(2);  // for the master's port
   // Set before the library is opened for the first time in the process, never after.

@@ -163,7 +163,7 @@ class KVPRISM_API ObjectStore : public OneUser {
 
   // Registers memory for the life of this store, also with a client that replaces a broken one.
   // Idempotent for an equal region. Throws Error (kUnavailable, kInvalidArgument on a partial
-  // overlap).
+  // overlap, kClosed after close_store).
   virtual void add_region(const Region& region) = 0;
   virtual void remove_region(const Region& region) = 0;
 

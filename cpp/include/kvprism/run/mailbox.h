@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <deque>
 #include <mutex>
+#include <span>
 #include <utility>
 
 namespace kvprism {
@@ -19,6 +20,23 @@ class Mailbox {
     const std::lock_guard lock(mutex_);
     if (items_.size() >= capacity_) return false;
     items_.push_back(std::move(item));
+    return true;
+  }
+
+  // All of them, or false and none. An exception leaves them untouched as well.
+  bool try_push_all(std::span<T> items) {
+    const std::lock_guard lock(mutex_);
+    if (items.size() > capacity_ - items_.size()) return false;
+    std::size_t pushed = 0;
+    try {
+      for (; pushed < items.size(); ++pushed) items_.push_back(std::move(items[pushed]));
+    } catch (...) {
+      for (; pushed > 0; --pushed) {
+        items[pushed - 1] = std::move(items_.back());
+        items_.pop_back();
+      }
+      throw;
+    }
     return true;
   }
 

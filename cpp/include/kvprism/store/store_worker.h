@@ -34,6 +34,9 @@ struct StoreWorkerOptions {
   // regardless, and before puts. 0: no limit.
   std::uint64_t max_bytes_in_flight = 1ull << 30;
   std::uint32_t max_queued_jobs = 65536;  // submitted, not yet seen by pump
+  // No worker of this process has had jobs of this scheduler before: what the scheduler asks about
+  // and this one does not know is over. Else that holds of jobs from its first plan on.
+  bool only = false;
 };
 
 // Why a plan was not taken, as a whole. Its jobs are reported failed and quiet, each once, but for
@@ -42,6 +45,9 @@ struct SubmitResult {
   bool accepted = true;
   std::string refusal;            // names the field, both values and what was expected
   std::vector<Problem> problems;  // the same, taken apart
+  // Not accepted, and jobs of it were taken before: they may be running, and tell their ends
+  // themselves. What they write into must not be given to others.
+  bool repeated = false;
 };
 
 struct StoreWorkerCounters {
@@ -83,17 +89,20 @@ class KVPRISM_API StoreWorker : public OneUser {
   // Registers the map's regions with the store. Throws Error with all problems: options out of
   // range, a store that another worker uses, a map whose groups hold other bytes than the schema's
   // or other layers than `pipeline_stages` tells, a block of more segments than the store takes in
-  // a call. With key schema `vllm` also where an object would not have the reference's bytes:
-  // stored groups that do not overlay each other layer by layer, a stride that is not the page,
-  // rows with gaps, several layers and heads in BHLNC, no stored layer, fewer than 3 blocks.
+  // a call; kUnsupported: memory of a device with a store that moves none. With key schema `vllm`
+  // also where an object would not have the reference's bytes: stored groups that do not overlay
+  // each other layer by layer, a stride that is not the page, rows with gaps, several layers and
+  // heads in BHLNC, no stored layer, fewer than 3 blocks.
   StoreWorker(std::shared_ptr<const KeySchema> schema, std::shared_ptr<const SegmentMap> map,
               std::shared_ptr<ObjectStore> store, const StoreWorkerOptions& options);
   ~StoreWorker();
   StoreWorker(const StoreWorker&) = delete;
   StoreWorker& operator=(const StoreWorker&) = delete;
 
-  // Copies the plan. Its jobs start when `ready` says so (R12: a save's bytes are there, and a
-  // load's blocks are written by nobody else); a token that never fires expires them.
+  // Copies the plan, all of it: without memory for it, it is refused. Its jobs start when `ready`
+  // says so (R12: a save's bytes are there, and a load's blocks are written by nobody else); a
+  // token that never fires expires them. Where there is no memory to tell a refusal either, an
+  // exception is, and its jobs are told when the scheduler asks about them.
   SubmitResult submit(const StepPlanView& plan, ReadyToken ready);
   SubmitResult submit(std::span<const std::byte> encoded_plan, ReadyToken ready);
 
