@@ -7,8 +7,10 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <string>
 
 #include "blocking_fixture.h"
+#include "kvprism/kvprism.h"
 
 // Sanitizers have a pthread_create of their own.
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
@@ -65,6 +67,58 @@ TEST(BlockingStoreThreads, AClientWithoutAGraveIsBuriedLater) {
   ASSERT_TRUE(start_exists(store, 2, batch_of({"a"})));
   ASSERT_TRUE(ends.wait_quiet(2));
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
+}
+
+// A worker that cannot have its pump thread leaves no memory behind, registered and unknown.
+TEST(CWorkerThreads, AWorkerWithoutAThreadGivesItsMemoryBack) {
+  const std::string config = R"({"num_blocks": 8, "groups": [{"kind": "full_attention",
+      "layers": ["l0"], "block_size": 16, "num_kv_heads": 1, "head_size": 8,
+      "dtype": "float16"}]})";
+  kvprism_projection* projection = nullptr;
+  ASSERT_EQ(kvprism_projection_from_json(config.data(), config.size(), &projection, nullptr),
+            KVPRISM_OK);
+  kvprism_key_facts facts;
+  ASSERT_EQ(kvprism_key_facts_init(&facts, sizeof facts, nullptr), KVPRISM_OK);
+  facts.model = "m";
+  facts.hash_algorithm = "sha256_cbor";
+  kvprism_key_schema* schema = nullptr;
+  ASSERT_EQ(kvprism_key_schema_new(projection, &facts, &schema, nullptr), KVPRISM_OK);
+  kvprism_memory_pool* pool = nullptr;
+  ASSERT_EQ(kvprism_memory_pool_new(nullptr, &pool, nullptr), KVPRISM_OK);
+  kvprism_store* store = nullptr;
+  ASSERT_EQ(kvprism_memory_store_new(pool, &store, nullptr), KVPRISM_OK);
+  kvprism_worker_options options;
+  ASSERT_EQ(kvprism_worker_options_init(&options, sizeof options, nullptr), KVPRISM_OK);
+
+  static std::array<unsigned char, std::size_t{9} * 512> memory;
+  const char* const layers[] = {"l0"};
+  for (const bool refused : {true, false}) {
+    kvprism_cache_tensor tensor;
+    ASSERT_EQ(kvprism_cache_tensor_init(&tensor, sizeof tensor, nullptr), KVPRISM_OK);
+    tensor.base = memory.data();
+    // The second region overlaps the first.
+    tensor.bytes = refused ? memory.size() - 512 : memory.size();
+    tensor.block_stride = 512;
+    tensor.layers = layers;
+    tensor.num_layers = 1;
+    kvprism_segment_map* map = nullptr;
+    ASSERT_EQ(kvprism_segment_map_new(projection, &tensor, 1, &map, nullptr), KVPRISM_OK);
+    threads_to_refuse = refused ? 1 : 0;
+    kvprism_worker* worker = nullptr;
+    kvprism_error* error = nullptr;
+    EXPECT_EQ(kvprism_worker_new(schema, map, store, &options, &worker, &error) == KVPRISM_OK,
+              !refused)
+        << kvprism_error_message(error);
+    kvprism_error_free(error);
+    EXPECT_EQ(worker == nullptr, refused);
+    EXPECT_EQ(threads_to_refuse, 0);
+    kvprism_worker_free(worker);
+    kvprism_segment_map_free(map);
+  }
+  kvprism_store_free(store);
+  kvprism_memory_pool_free(pool);
+  kvprism_key_schema_free(schema);
+  kvprism_projection_free(projection);
 }
 
 }  // namespace

@@ -569,6 +569,8 @@ typedef struct kvprism_ready {
 
 KVPRISM_API kvprism_status kvprism_worker_options_init(kvprism_worker_options* options,
                                                        size_t struct_size, kvprism_error** error);
+/* Registers the map's memory with the store, all of it or none. KVPRISM_TIMED_OUT: it may still be
+   registered, and must stay mapped. */
 KVPRISM_API kvprism_status kvprism_worker_new(const kvprism_key_schema* schema,
                                               const kvprism_segment_map* map, kvprism_store* store,
                                               const kvprism_worker_options* options,

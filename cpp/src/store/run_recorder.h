@@ -122,7 +122,7 @@ class RunRecorder {
       std::memcpy(buffer_.data() + head, &filled, sizeof(filled));
       buffer_.resize((buffer_.size() + 7) & ~std::size_t{7});
     } catch (...) {
-      end("no memory for it");
+      ran_out();
     }
   }
   // False once the sink takes no more.
@@ -136,7 +136,8 @@ class RunRecorder {
 
  private:
   void flush() noexcept;
-  void end(const char* why) noexcept;
+  void ran_out() noexcept;
+  void end(const char* line) noexcept;
 
   RunSink sink_;
   std::vector<std::byte> buffer_;

@@ -1434,7 +1434,7 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         TimedOutError: Set-up took longer than its bound.
     """
 
-def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0.02, late_seconds: float = 0.1, lookup_late_seconds: float = 1.0, **chances: float) -> ObjectStore:
+def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0.02, late_seconds: float = 0.1, lookup_late_seconds: float = 1.0, region_delay_seconds: float = 0.0, **chances: float) -> ObjectStore:
     """
     Wraps a store so that it misbehaves, for tests.
 
@@ -1444,6 +1444,7 @@ def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0
         delay_seconds: Longest delay of `delay`.
         late_seconds: Longest time between outcome and the late end of `land_late` and `late_quiet`.
         lookup_late_seconds: Longest delay of `lookup_late`.
+        region_delay_seconds: How much longer it takes to register memory.
         chances: Chance of each kind of fault per operation, from 0 to 1, such as fail_call=0.01.
 
     Returns:
@@ -1662,11 +1663,19 @@ class SubmitResult:
 
     @property
     def accepted(self) -> bool:
-        """False: the plan's jobs are reported as failed and quiet."""
+        """
+        False: the plan's jobs are reported as failed and quiet, unless `repeated`.
+        """
 
     @property
     def refusal(self) -> str:
         """Why not, with both values; empty when accepted."""
+
+    @property
+    def repeated(self) -> bool:
+        """
+        Not accepted, and jobs of the plan were taken before: they may be running, and tell their ends themselves.
+        """
 
 class StoreScheduler:
     """
@@ -2101,7 +2110,7 @@ class StoreWorker:
     or copy run without the GIL.
     """
 
-    def __init__(self, schema: KeySchema, segment_map: SegmentMap, store: ObjectStore, *, rank: int = 0, max_segments_per_call: int = 512, max_bytes_per_call: int = 67108864, max_gets_in_flight: int = 4, max_puts_in_flight: int = 2, max_queued_jobs: int = 65536, max_bytes_in_flight: int = 1073741824) -> None:
+    def __init__(self, schema: KeySchema, segment_map: SegmentMap, store: ObjectStore, *, rank: int = 0, max_segments_per_call: int = 512, max_bytes_per_call: int = 67108864, max_gets_in_flight: int = 4, max_puts_in_flight: int = 2, max_queued_jobs: int = 65536, max_bytes_in_flight: int = 1073741824, only: bool = False) -> None:
         """
         Takes the store side of `store` and registers the memory of `segment_map` with it.
 
@@ -2116,6 +2125,8 @@ class StoreWorker:
             max_puts_in_flight: Calls at a time.
             max_queued_jobs: Jobs submitted and not yet seen by the thread.
             max_bytes_in_flight: Bytes of calls that are not quiet beyond which saves wait, and loads do not; 0 for no limit.
+            only: No worker of this process has had jobs of this scheduler before: what the scheduler asks about and this one does
+                not know is over. Otherwise that holds of jobs from its first plan on.
 
         Raises:
             Error: An option is out of range, the configurations differ, or the memory cannot be registered.
@@ -2131,7 +2142,7 @@ class StoreWorker:
             ready: Says when the bytes that the plan saves are in memory.
 
         Returns:
-            Whether the plan was accepted. The jobs of a refused one are reported as failed.
+            Whether the plan was accepted. The jobs of a refused one are reported as failed, unless it was taken before.
 
         Raises:
             ArgumentError: A simulated engine has taken the worker over.
