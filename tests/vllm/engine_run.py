@@ -140,8 +140,12 @@ def external_hits(llm: Any) -> int:
 def counters(llm: Any) -> dict[str, Any] | None:
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
-    half = getattr(connector, "_scheduler", None)
-    return half.counters() if half is not None else None
+    for each in (connector, *getattr(connector, "sub_connectors", ())):
+        half = getattr(each, "_scheduler", None)
+        if half is not None:
+            found: dict[str, Any] = half.counters()
+            return found
+    return None
 
 
 def rings_in_memory(llm: Any, pieces: list[bytes]) -> int:

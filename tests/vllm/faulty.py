@@ -24,9 +24,9 @@ class CheckedConnector(KVPrismConnector):
         super().__init__(*arguments, **named)
 
 
-def _with_faults(**faults: float) -> None:
+def _with_faults(seed: int = 1, **faults: float) -> None:
     def opened(*arguments: Any, **options: Any) -> Any:
-        return kvprism.inject_faults(_open_store(*arguments, **options), **faults)
+        return kvprism.inject_faults(_open_store(*arguments, **options), seed=seed, **faults)
 
     worker_side.open_store = opened  # type: ignore[assignment]
 
@@ -40,12 +40,19 @@ class OneRankLateConnector(KVPrismConnector):
         super().register_kv_caches(kv_caches)
 
 
-class OneRankFailsConnector(KVPrismConnector):
-    """Some of what the rank FAILING_RANK loads is never there."""
+class SomeRanksFailConnector(KVPrismConnector):
+    """What the ranks FAILING load is never there, and every operation of the ranks LATE ends late:
+    one rank tells of bad blocks while another still loads."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self._vllm_config.parallel_config.rank == int(os.environ["FAILING_RANK"]):
-            _with_faults(vanished=1.0)
+        rank = str(self._vllm_config.parallel_config.rank)
+        faults: dict[str, float] = {}
+        if rank in os.environ["FAILING"].split(","):
+            faults["vanished"] = 1.0
+        if rank in os.environ.get("LATE", "").split(","):
+            faults |= {"delay_seconds": 0.2, "delay": 1.0}
+        if faults:  # each rank lacks blocks of its own
+            _with_faults(seed=1 + int(rank), **faults)
         super().register_kv_caches(kv_caches)
 
 

@@ -50,12 +50,17 @@ class Runs:
     ring_pieces: list[bytes]
 
 
+def keys_of(mooncake: LocalMooncake) -> set[str]:
+    """The keys of all objects, as the master tells them."""
+    with urllib.request.urlopen(f"http://{mooncake.metrics}/get_all_keys") as answer:
+        return set(answer.read().decode().split())
+
+
 def objects_of(mooncake: LocalMooncake) -> dict[str, bytes]:
     """Every object in the pool, by a client that knows nothing of kvprism."""
     from mooncake.store import MooncakeDistributedStore
 
-    with urllib.request.urlopen(f"http://{mooncake.metrics}/get_all_keys") as answer:
-        keys = answer.read().decode().split()
+    keys = keys_of(mooncake)
     client = MooncakeDistributedStore()
     status = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", mooncake.master)
     assert status == 0

@@ -63,3 +63,32 @@ def test_one_of_several_children_of_a_multi_connector(first: str, tmp_path: Path
     assert harness.hits(result) == 0
     assert harness.hits(result, 1) == harness.hits(alone) == 2432
     assert harness.tokens(result) == harness.tokens(result, 1) == harness.tokens(alone)
+
+
+def test_a_child_whose_load_fails_does_not_fail_its_requests(tmp_path: Path) -> None:
+    """The outer connector's policy holds."""
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        ours = harness.kvprism_connector(mooncake.master, cache_prefix="failing") | {
+            "kv_connector": "SomeRanksFailConnector",
+            "kv_connector_module_path": "faulty",
+        }
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": [ours, BUILTIN]},
+        }
+        twice = Engine(both, rounds=[harness.prompts()] * 2, reset=True)
+        (result,) = harness.run_engines(
+            conftest.model("llama"),
+            [twice],
+            engine=ENGINE,
+            environment={"FAILING": "0"} | builtin_environment(mooncake, tmp_path),
+            abrupt=True,
+        )
+    assert harness.tokens(result, 1) == harness.tokens(result)
+    for answer in result["rounds"]:
+        assert {output["finish"] for output in answer["outputs"]} == {"length"}
+    counters = result["counters"]
+    assert counters["loads"] == counters["loads_failed"] > 0
+    assert "has no effect" not in result["log"]

@@ -13,19 +13,29 @@ from test_bytes import right
 ENGINE = {"block_size": 32, "tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_does_not_get_what_it_loads(rank: int, tmp_path: Path) -> None:
-    """What either rank lacks is computed by both, whichever tells of it (W-C3)."""
+@pytest.mark.parametrize(
+    ("failing", "late"),
+    [
+        pytest.param("0", "1", marks=pytest.mark.soak),
+        ("1", "0"),
+        ("0,1", "0"),
+        pytest.param("0,1", "1", marks=pytest.mark.soak),
+        pytest.param("0", "0", marks=pytest.mark.soak),
+        pytest.param("1", "1", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_do_not_get_what_they_load(failing: str, late: str, tmp_path: Path) -> None:
+    """What any rank lacks is computed by both, whichever tells of it, and when (W-C3)."""
     with harness.patient_mooncake() as mooncake:
-        connector = harness.kvprism_connector(mooncake.master) | {
-            "kv_connector": "OneRankFailsConnector",
+        connector = harness.kvprism_connector(mooncake.master, load_timeout_seconds=300.0) | {
+            "kv_connector": "SomeRanksFailConnector",
             "kv_connector_module_path": "faulty",
         }
         with LiveEngine(
             conftest.model("llama"),
             engine=ENGINE,
             connector=connector,
-            environment={"FAILING_RANK": str(rank)},
+            environment={"FAILING": failing, "LATE": late},
             watch=tmp_path / "notes",
         ) as engine:
             cold = engine.serve(harness.prompts())
