@@ -83,6 +83,7 @@ nb::dict to_dict(const StoreSchedulerCounters& c) {
   out["objects_purged"] = c.objects_purged;
   out["changes_dropped"] = c.changes_dropped;
   out["bypasses"] = c.bypasses;
+  out["offers_paused"] = c.offers_paused;
   out["ledger"] = ledger;
   return out;
 }

@@ -41,7 +41,7 @@ the scheduler's process. One call at a time.)")
             loads.expect(decode_plan(encoded.bytes()));
           },
           "plan"_a, nb::sig("def expect(self, plan: bytes | bytearray | memoryview) -> None"),
-          R"(Takes in the loads of a plan, before the worker gets it.
+          R"(Takes in the loads of a plan, once the worker has taken it and before its next poll.
 
 Args:
     plan: An encoded plan.

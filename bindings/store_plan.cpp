@@ -165,9 +165,8 @@ Raises:
               "False: the blocks are in quarantine, the request needs others.")
       .def_ro("failed", &LoadEnd::failed, "Blocks that do not hold what they should.");
 
-  nb::class_<StoreChange>(
-      m, "StoreChange",
-      "A chunk that every rank has stored, or that a lookup saw and a load no longer found.")
+  nb::class_<StoreChange>(m, "StoreChange",
+                          "A chunk that every rank has stored, or one that is no longer there.")
       .def_ro("stored", &StoreChange::stored, "False: it is gone.")
       .def_prop_ro(
           "request", [](const StoreChange& c) { return raw(c.request); },

@@ -94,13 +94,17 @@ class AllocationTest : public ::testing::Test {
                     128,           t * kBlocks * 128, -1};
     }
     map = SegmentMap::make(projection, tensors);
-    StoreSchedulerOptions options;
-    options.epoch = 1;
-    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+    build_scheduler({});
     worker = std::make_unique<StoreWorker>(schema, map, store, StoreWorkerOptions{});
     for (std::uint32_t i = 0; i < kBlocks; ++i)
       row.push_back(BlockId{static_cast<std::int32_t>(1 + i % (kBlocks - 1))});
     spans.assign(3, row);
+  }
+
+  void build_scheduler(StoreSchedulerOptions options) {
+    options.epoch = 1;
+    scheduler.reset();
+    scheduler = std::make_unique<StoreScheduler>(schema, store, options);
   }
 
   void exchange() {
@@ -114,6 +118,8 @@ class AllocationTest : public ::testing::Test {
     scheduler->take_acquired(ids);
     scheduler->take_released(ids);
     scheduler->take_load_ends(ends);
+    changes.clear();
+    scheduler->take_changes(changes);
   }
 
   std::uint64_t cost_of_save(RequestId id, std::uint32_t chunks) {
@@ -160,6 +166,7 @@ class AllocationTest : public ::testing::Test {
   WorkerReport report;
   std::vector<BlockId> ids;
   std::vector<LoadEnd> ends;
+  std::vector<StoreChange> changes;
   Instant now{seconds(1).ns};
 };
 
@@ -200,6 +207,20 @@ TEST_F(AllocationTest, ASaveCostsTheSameForAnyNumberOfBlocks) {
   EXPECT_EQ(small, large) << "480 chunks still fit one call of 512 segments";
   EXPECT_LE(small, 8u);
   RecordProperty("allocations_per_save_job", static_cast<int>(small));
+}
+
+TEST_F(AllocationTest, WhatIsToldOfASaveCostsTheSameForAnyNumberOfBlocks) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  build_scheduler(options);
+  for (std::uint64_t warm = 1; warm <= 8; ++warm)
+    cost_of_save(RequestId{warm}, warm % 2 == 0 ? 480 : 1600);
+  const std::uint64_t small = least([&](RequestId id) { return cost_of_save(id, 8); }, 20);
+  EXPECT_EQ(changes.size(), 8u);
+  const std::uint64_t large = least([&](RequestId id) { return cost_of_save(id, 480); }, 30);
+  EXPECT_EQ(changes.size(), 480u);
+  EXPECT_EQ(small, large);
+  EXPECT_LE(small, 9u);
 }
 
 TEST_F(AllocationTest, ALoadCostsTheSameForAnyNumberOfBlocks) {

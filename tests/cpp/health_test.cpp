@@ -129,6 +129,20 @@ TEST_F(HealthTest, LookupsThatFailAreOneLineAndTheirEndAnother) {
   EXPECT_EQ(scheduler->counters().lookup_time.sum_us, 50'000u);
 }
 
+// Nothing is asked that could say otherwise.
+TEST_F(HealthTest, WhatLookupsHaveFoundIsForgottenInAModeWithoutLoads) {
+  build();
+  const Hashes hashes(4, 1);
+  scheduler->lookup(kRequest, 65, hashes.list(), 0, now);
+  step();
+  store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kUnavailable));
+  step();
+  EXPECT_EQ(health(), "degraded: lookups fail");
+  scheduler->set_mode(StoreMode::kWriteOnly);
+  step(seconds(5));
+  EXPECT_EQ(health(), "healthy");
+}
+
 TEST_F(HealthTest, ReasonsAddUp) {
   StoreSchedulerOptions options;
   options.backoff_after = 1;

@@ -457,17 +457,99 @@ TEST_F(PurgeTest, OnlyTheDamagedShardIsRemovedAndSavedAgain) {
   EXPECT_EQ(scheduler->wants_save(RequestId{8}, now), (TokenRange{16, 64}));
 }
 
-TEST_F(PurgeTest, WhoeverFindsItsOwnSaveDamagedSavesItAgain) {
-  build();
-  report(save(), JobOutcome::kOk, true);
-  // It was preempted, and begins again with what it has saved.
-  scheduler->preempted(RequestId{7});
-  ASSERT_EQ(offered(RequestId{7}), 64u);
-  const JobId load = *scheduler->allocated(RequestId{7}, 64, rows.get(), now);
+TEST_F(PurgeTest, WhoeverFindsItsOwnSaveDamagedOrGoneSavesItAgain) {
+  for (const ItemStatus found : {ItemStatus::kChecksumMismatch, ItemStatus::kMissing}) {
+    build();
+    report(save(), JobOutcome::kOk, true);
+    // It was preempted, and begins again with what it has saved.
+    scheduler->preempted(RequestId{7});
+    ASSERT_EQ(offered(RequestId{7}), 64u);
+    const JobId load = *scheduler->allocated(RequestId{7}, 64, rows.get(), now);
+    scheduler->end_step(now);
+    report(load, JobOutcome::kPartial, true, {failed(0, 2, found)});
+    scheduler->advanced(RequestId{7}, 64, hashes.list());
+    EXPECT_EQ(scheduler->wants_save(RequestId{7}, now), (TokenRange{32, 64})) << to_string(found);
+    // So does whoever else computes it, although it was saved lately.
+    scheduler->advanced(RequestId{8}, 64, hashes.list());
+    EXPECT_EQ(scheduler->wants_save(RequestId{8}, now), (TokenRange{32, 64})) << to_string(found);
+    store->removals.clear();
+    store->removal_kinds.clear();
+  }
+}
+
+// The load itself has taken a lease on it.
+TEST_F(PurgeTest, AnObjectOfAnotherSizeIsTriedAgainOnceItsLeaseHasEnded) {
+  StoreSchedulerOptions options;
+  options.purge_settle = seconds(12);
+  build(options);
+  ASSERT_EQ(offered(RequestId{8}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);
   scheduler->end_step(now);
-  report(load, JobOutcome::kPartial, true, {failed(0, 2, ItemStatus::kChecksumMismatch)});
-  scheduler->advanced(RequestId{7}, 64, hashes.list());
-  EXPECT_EQ(scheduler->wants_save(RequestId{7}, now), (TokenRange{32, 64}));
+  report(load, JobOutcome::kPartial, true, {failed(1, 1, ItemStatus::kSizeMismatch)});
+  scheduler->finished(RequestId{8}, FinishReason::kCompleted);
+  KeySlots wrong;
+  schema->append_key(wrong, StoreIndex{1}, {}, hashes.list()[1]);
+  // Four tries; whoever asks meanwhile renews no lease and is not offered it.
+  for (std::uint64_t attempt = 1; attempt <= 4; ++attempt) {
+    ASSERT_EQ(store->removals.size(), 1u) << attempt;
+    EXPECT_EQ(store->removals[0].keys(), wrong.strings());
+    EXPECT_FALSE(store->removal_kinds[0].leased);
+    store->end_removal({ItemStatus::kInUse, 0});
+    scheduler->end_step(now);
+    EXPECT_EQ(scheduler->counters().removals_failed, attempt);
+    if (attempt == 4) break;
+    for (std::uint32_t second = 0; second < 12; second += 3) {
+      const RequestId asking{100 * attempt + second};
+      ASSERT_TRUE(scheduler->lookup(asking, 65, hashes.list(), 0, now).pending);
+      scheduler->end_step(now);
+      EXPECT_THAT(store->lookups.front().keys(), Not(Contains(wrong[0])));
+      EXPECT_EQ(store->lookups.front().keys().size(), 7u);
+      store->end_lookup(std::vector<ItemStatus>(7, ItemStatus::kOk));
+      EXPECT_EQ(scheduler->lookup(asking, 65, hashes.list(), 0, now).external_tokens, 16u);
+      scheduler->finished(asking, FinishReason::kCompleted);
+      EXPECT_THAT(store->removals, IsEmpty());
+      now = now + seconds(3);
+      scheduler->end_step(now);
+    }
+  }
+  now = now + seconds(60);
+  scheduler->end_step(now);
+  EXPECT_THAT(store->removals, IsEmpty()) << "somebody uses it all the time";
+  EXPECT_EQ(offered(RequestId{9}), 64u) << "and may be told of it again";
+}
+
+TEST_F(PurgeTest, AnObjectOfAnotherSizeThatHasGoneIsBelievedAgain) {
+  build();
+  ASSERT_EQ(offered(RequestId{8}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(load, JobOutcome::kPartial, true, {failed(0, 0, ItemStatus::kSizeMismatch)});
+  store->end_removal({ItemStatus::kInUse, 0});
+  scheduler->end_step(now);
+  now = now + seconds(12);
+  scheduler->end_step(now);
+  store->end_removal({ItemStatus::kOk, 1});
+  scheduler->end_step(now);
+  EXPECT_EQ(scheduler->counters().objects_removed, 1u);
+  EXPECT_EQ(offered(RequestId{9}), 64u) << "whatever is there now is another object";
+}
+
+// Nothing but avoided chunks to ask for: no call.
+TEST_F(PurgeTest, ALookupOfWhatIsAvoidedAsksNobody) {
+  build();
+  ASSERT_EQ(offered(RequestId{8}), 64u);
+  const JobId load = *scheduler->allocated(RequestId{8}, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(load, JobOutcome::kFailed, true);
+  const std::uint64_t calls = scheduler->counters().lookup_calls;
+  ASSERT_TRUE(scheduler->lookup(RequestId{9}, 65, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  EXPECT_THAT(store->lookups, IsEmpty());
+  const LookupResult answer = scheduler->lookup(RequestId{9}, 65, hashes.list(), 0, now);
+  EXPECT_FALSE(answer.pending);
+  EXPECT_EQ(answer.external_tokens, 0u);
+  EXPECT_EQ(scheduler->counters().lookup_calls, calls);
+  EXPECT_EQ(scheduler->counters().chunks_avoided, 8u);
 }
 
 TEST_F(PurgeTest, WhatAnAbortedRequestFindsDamagedIsRemovedToo) {

@@ -12,6 +12,7 @@ using test::Rows;
 using test::SchedulerTest;
 using ::testing::Contains;
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 using ::testing::UnorderedElementsAre;
@@ -351,7 +352,7 @@ TEST_F(SchedulerTest, WhatCouldNotBeReachedIsNotOfferedForAWhile) {
 }
 
 // R51: each prompt lies where nothing can be reached, and each load would cost a client.
-TEST_F(SchedulerTest, AfterThreeLoadsInARowThatReachedNothingNothingIsOfferedForAWhile) {
+TEST_F(SchedulerTest, AfterLoadsThatReachedNothingNothingIsOfferedForAWhile) {
   build({test::full_group(16)});
   const Rows rows({{1, 2, 3, 4}});
   const auto offered = [&](std::uint8_t salt) {
@@ -368,12 +369,15 @@ TEST_F(SchedulerTest, AfterThreeLoadsInARowThatReachedNothingNothingIsOfferedFor
     return std::vector<FailedChunk>{{StoreIndex{0}, 0, static_cast<std::uint32_t>(status)}};
   };
   load(1, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
-  load(2, JobOutcome::kPartial, fail_with(ItemStatus::kUnavailable));
+  load(2, JobOutcome::kOk, {});
   load(3, JobOutcome::kOk, {});
   load(4, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
   load(5, JobOutcome::kPartial, fail_with(ItemStatus::kMissing));  // says nothing of the way
   load(6, JobOutcome::kPartial, fail_with(ItemStatus::kTimedOut));
+  EXPECT_EQ(scheduler->counters().offers_paused, 0u);
   load(7, JobOutcome::kCancelled, {});
+  EXPECT_EQ(scheduler->counters().offers_paused, 1u);
+  EXPECT_THAT(scheduler->flight_record().text(), HasSubstr(" offers_paused 1 0 0\n"));
   const std::uint64_t calls = scheduler->counters().lookup_calls;
   EXPECT_EQ(offered(8), 0u);
   scheduler->finished(kRequest, FinishReason::kCompleted);
@@ -384,8 +388,36 @@ TEST_F(SchedulerTest, AfterThreeLoadsInARowThatReachedNothingNothingIsOfferedFor
   scheduler->finished(kRequest, FinishReason::kCompleted);
   now = now + seconds(5);
   load(11, JobOutcome::kOk, {});
-  load(12, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
-  EXPECT_EQ(offered(13), 64u);
+  load(12, JobOutcome::kOk, {});
+  load(13, JobOutcome::kOk, {});
+  load(14, JobOutcome::kPartial, fail_with(ItemStatus::kFailed));
+  EXPECT_EQ(offered(15), 64u);
+  EXPECT_EQ(scheduler->counters().offers_paused, 2u);
+}
+
+// R51: half of the pool's processes are dead, and short prefixes lie whole on the others.
+TEST_F(SchedulerTest, LoadsThatComeWholeBetweenDoNotHideADeadProcess) {
+  build({test::full_group(16)});
+  const Rows rows({{1, 2, 3, 4}});
+  std::uint32_t pairs = 0;
+  while (scheduler->counters().offers_paused == 0 && pairs < 6) {
+    ++pairs;
+    for (const bool whole : {false, true}) {
+      const Hashes hashes(8, static_cast<std::uint8_t>(2 * pairs + (whole ? 1 : 0)));
+      exists(hashes, 64);
+      if (settle_lookup(65, hashes, 0).external_tokens == 0) break;
+      const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+      if (whole) {
+        report(job, JobOutcome::kOk, true);
+      } else {
+        report(job, JobOutcome::kPartial, true,
+               {{StoreIndex{0}, 0, static_cast<std::uint32_t>(ItemStatus::kFailed)}});
+      }
+      scheduler->finished(kRequest, FinishReason::kCompleted);
+    }
+  }
+  EXPECT_EQ(pairs, 5u);
+  EXPECT_EQ(scheduler->counters().offers_paused, 1u);
 }
 
 TEST_F(SchedulerTest, WhatFailedAsAWholeIsNotOfferedForAWhile) {
@@ -500,6 +532,44 @@ TEST_F(SchedulerTest, WhatALoadLeftUnwrittenIsNotSavedUnderOtherHashesEither) {
   EXPECT_THAT(saved, Contains(Move{1, 4, 15, 80}));
   EXPECT_THAT(saved, Not(Contains(Move{1, 2, 13, 48})));
   EXPECT_THAT(saved, Not(Contains(Move{1, 3, 14, 64})));
+}
+
+TEST_F(SchedulerTest, WhatARunningLoadLeavesUnwrittenIsNotSavedUnderOtherHashesEither) {
+  build({test::full_group(16), test::window_group(16, 20)});
+  const Hashes hashes(6, 1);
+  const Hashes other_hashes(6, 2);
+  const Hashes third_hashes(6, 3);
+  exists(hashes, 96);
+  exists(third_hashes, 96);
+  ASSERT_EQ(settle_lookup(97, hashes, 32).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {11, 12, 13, 14, 15, 16}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  scheduler->advanced(kRequest, 96, other_hashes.list());
+  scheduler->advanced(kRequest, 96, third_hashes.list());
+  const LookupResult meanwhile = scheduler->lookup(kRequest, 97, third_hashes.list(), 32, now);
+  EXPECT_FALSE(meanwhile.pending) << "its blocks still wait for a load";
+  EXPECT_EQ(meanwhile.external_tokens, 0u);
+  report(job, JobOutcome::kOk, true);
+  EXPECT_EQ(load_ends().size(), 1u);
+  scheduler->save(kRequest, {0, 96}, rows.get(), now);
+  const auto saved = moves(scheduler->end_step(now), 0);
+  EXPECT_THAT(saved, Contains(Move{1, 4, 15, 80}));
+  EXPECT_THAT(saved, Not(Contains(Move{1, 2, 13, 48})));
+  EXPECT_THAT(saved, Not(Contains(Move{1, 3, 14, 64})));
+  EXPECT_EQ(settle_lookup(97, third_hashes, 32).external_tokens, 64u) << "the load is over";
+}
+
+// Positions are counted in 32 bits.
+TEST_F(SchedulerTest, APromptOfMoreTokensThanCanBeCountedIsCut) {
+  build({test::full_group(65536), test::mamba_group(65536)});
+  const Hashes hashes(65536, 1);
+  ASSERT_TRUE(scheduler->lookup(kRequest, UINT32_MAX, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  ASSERT_EQ(store->lookups.size(), 1u);
+  EXPECT_EQ(store->lookups.front().batch->keys.size(), 2u * 32767);
+  scheduler->advanced(kRequest, UINT32_MAX, {});
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 32767u * 65536}));
 }
 
 TEST_F(SchedulerTest, AFailureThatNamesNothingIsWhole) {

@@ -331,6 +331,28 @@ TEST_F(SchedulerTest, WhatWasSavedLatelyIsNotSavedAgain) {
   EXPECT_EQ(scheduler->wants_save(later, now), (TokenRange{0, 64})) << "it may have been evicted";
 }
 
+// An engine may fill the width of a hash with the hash again.
+TEST_F(SchedulerTest, HashesOfTwoEqualHalvesAreToldApart) {
+  build({test::full_group(16)});
+  const Rows rows({{1, 2, 3, 4}});
+  const auto doubled = [](std::uint8_t salt) {
+    Hashes hashes(4, salt);
+    for (std::size_t at = 0; at < hashes.bytes.size(); at += Hashes::kWidth)
+      std::copy_n(hashes.bytes.begin() + static_cast<std::ptrdiff_t>(at), 8,
+                  hashes.bytes.begin() + static_cast<std::ptrdiff_t>(at) + 8);
+    return hashes;
+  };
+  const Hashes hashes = doubled(1);
+  const Hashes others = doubled(2);
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  report(scheduler->end_step(now).jobs.at(0).id, JobOutcome::kOk, true);
+  scheduler->advanced(RequestId{2}, 64, others.list());
+  EXPECT_EQ(scheduler->wants_save(RequestId{2}, now), (TokenRange{0, 64}));
+  scheduler->advanced(RequestId{3}, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(RequestId{3}, now).empty());
+}
+
 TEST_F(SchedulerTest, ASaveWithHolesInItsTableProvesNothing) {
   build({test::full_group(16), test::window_group(16, 20)});
   const Hashes hashes(4, 1);

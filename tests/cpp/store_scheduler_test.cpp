@@ -134,6 +134,48 @@ TEST_F(SchedulerTest, RanksAreThoseOfTheConfiguration) {
   }
 }
 
+// A worker in its place would move bytes into blocks that have been given back, and save from
+// memory in which nothing has been computed.
+TEST_F(SchedulerTest, WhatNoPlanHasNamedYetEndsWithARankThatIsGone) {
+  for (const std::uint32_t ranks : {1u, 2u}) {
+    StoreSchedulerOptions options;
+    options.ranks = ranks;
+    build_hybrid(options);
+    const Hashes hashes(5, 1);
+    const Hashes others(5, 2);
+    ASSERT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+    scheduler->end_step(now);
+    store->end_lookup(
+        std::vector<ItemStatus>(store->lookups.front().keys().size(), ItemStatus::kOk));
+    ASSERT_EQ(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).external_tokens, 64u);
+    const Rows rows({{1, 2, 3, 4}, {20}, {0, 0, 0, 10}});
+    const JobId load = *scheduler->allocated(kRequest, 64, rows.get(), now);
+    const RequestId saving{8};
+    const Rows sources({{5, 6}, {21}, {0, 11}});
+    scheduler->advanced(saving, 32, others.list());
+    scheduler->save(saving, {0, 32}, sources.get(), now);
+    scheduler->boundary(saving, GroupId{2}, BlockId{11}, 32);
+    EXPECT_THAT(acquired(), ElementsAre(1, 2, 3, 4, 10, 5, 6, 11));
+    scheduler->rank_gone(Rank{ranks}, now);
+    EXPECT_THAT(released(), IsEmpty()) << "there is no such rank";
+    scheduler->rank_gone(Rank{0}, now);
+    EXPECT_THAT(released(), ::testing::UnorderedElementsAre(1, 2, 3, 4, 10, 5, 6, 11));
+    const auto ends = load_ends();
+    ASSERT_EQ(ends.size(), 1u);
+    EXPECT_EQ(ends[0].job, load);
+    EXPECT_EQ(ends[0].valid_tokens, 0u);
+    EXPECT_TRUE(ends[0].blocks_quiet);
+    EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
+    EXPECT_EQ(scheduler->counters().ledger.alive, 0u);
+    // What is planned from now on is for the worker in its place.
+    const Hashes fresh(5, 3);
+    scheduler->advanced(RequestId{9}, 32, fresh.list());
+    scheduler->save(RequestId{9}, {0, 32}, sources.get(), now);
+    EXPECT_THAT(test::moves(scheduler->end_step(now), 0),
+                ElementsAre(test::Move{0, 0, 5, 16}, test::Move{0, 1, 6, 32}));
+  }
+}
+
 TEST_F(SchedulerTest, QuarantinedJobsDoNotKeepTheEngineStepping) {
   build({test::full_group(16)});
   const Hashes hashes(1, 1);
@@ -222,10 +264,7 @@ TEST_F(SchedulerTest, ChangesOfTheStoreAreToldByGroupWithTheirParents) {
   options.ranks = 2;
   build_hybrid(options);
   const Hashes hashes(4, 1);
-  const auto hash = [&](std::uint32_t tokens) {
-    const auto bytes = hashes.list()[tokens / 16 - 1];
-    return std::vector<std::uint8_t>(bytes.begin(), bytes.end());
-  };
+  const auto hash = [&](std::uint32_t tokens) { return HashBytes(hashes.list()[tokens / 16 - 1]); };
   scheduler->advanced(kRequest, 48, hashes.list());
   const Rows rows({{1, 2, 3}, {7}, {0, 0, 9}});
   scheduler->save(kRequest, {0, 48}, rows.get(), now);
@@ -274,6 +313,57 @@ TEST_F(SchedulerTest, WhatALoadNoLongerFindsIsToldAsGone) {
   EXPECT_EQ(changes[0].tokens, 32u);
   EXPECT_FALSE(changes[1].stored) << "what is damaged is removed";
   EXPECT_EQ(changes[1].tokens, 64u);
+}
+
+TEST_F(SchedulerTest, WhatALookupNoLongerFindsIsToldAsGoneOnce) {
+  StoreSchedulerOptions options;
+  options.tell_changes = true;
+  build({test::ring_group(8), test::full_group(16)}, options);
+  const Hashes hashes(4, 1);
+  const Rows rows({{9}, {5, 6, 7, 8}});
+  const auto taken = [&] {
+    std::vector<StoreChange> changes;
+    scheduler->take_changes(changes);
+    return changes;
+  };
+  scheduler->advanced(kRequest, 64, hashes.list());
+  scheduler->save(kRequest, {0, 64}, rows.get(), now);
+  const JobId job = scheduler->end_step(now).jobs.at(0).id;
+  // Asked before the save has ended, and answered afterwards: what it did not find is there now.
+  const RequestId early{8};
+  ASSERT_TRUE(scheduler->lookup(early, 65, hashes.list(), 0, now).pending);
+  scheduler->end_step(now);
+  now = now + milliseconds(1);
+  report(job, JobOutcome::kOk, true);
+  ASSERT_EQ(taken().size(), 4u);
+  store->answer_lookup();
+  EXPECT_EQ(scheduler->lookup(early, 65, hashes.list(), 0, now).external_tokens, 0u);
+  EXPECT_THAT(taken(), IsEmpty());
+
+  now = now + milliseconds(1);
+  exists(hashes, 64);
+  KeySlots evicted;
+  schema->append_key(evicted, StoreIndex{0}, {}, hashes.list()[2]);
+  store->present.erase(evicted[0]);
+  const auto look = [&](std::uint64_t id) {
+    ASSERT_TRUE(scheduler->lookup(RequestId{id}, 65, hashes.list(), 0, now).pending);
+    scheduler->end_step(now);
+    store->answer_lookup();
+    scheduler->end_step(now);
+  };
+  look(9);
+  const std::vector<StoreChange> gone = taken();
+  ASSERT_EQ(gone.size(), 1u);
+  EXPECT_EQ(gone[0], (StoreChange{false, RequestId{9}, GroupId{1}, 2, 48, hashes.list()[2],
+                                  hashes.list()[1]}));
+  look(10);
+  EXPECT_THAT(taken(), IsEmpty()) << "it has been told";
+  const Hashes others(4, 2);
+  ASSERT_TRUE(scheduler->lookup(RequestId{11}, 65, others.list(), 0, now).pending);
+  scheduler->end_step(now);
+  store->answer_lookup();
+  scheduler->end_step(now);
+  EXPECT_THAT(taken(), IsEmpty()) << "nobody was told that it was there";
 }
 
 TEST_F(SchedulerTest, DamageIsToldAsGoneWhateverOtherRanksFindOfTheChunk) {

@@ -50,6 +50,7 @@ class Mutant:
     statement: bool
     preamble: tuple[str, ...]
     seeds: int  # worlds that it needs at most; 0: as many as the others
+    only: str  # the kind of fault without which nobody would notice; "": several do
 
     def wrap(self, right: str) -> str:
         test = f"kvprism_mutant == {self.number}"
@@ -86,6 +87,7 @@ def load(path: Path = HERE / "mutants.json") -> list[Mutant]:
                 statement=row.get("statement", False),
                 preamble=tuple(row.get("preamble", ())),
                 seeds=row.get("seeds", 0),
+                only=row.get("only", ""),
             )
         )
     if len({mutant.id for mutant in mutants}) != len(mutants):
@@ -208,10 +210,24 @@ def judge(program: Path, mutant: Mutant, seeds: int, seed_seconds: float) -> Ver
     seconds = time.monotonic() - began
     if found := FAILED.search(result.stdout):
         seed, event, invariant, what = found.groups()
-        return Verdict(mutant, True, f"seed {seed}, event {event}, {invariant}: {what}", seconds)
+        how = f"seed {seed}, event {event}, {invariant}: {what}"
+        if mutant.only and (other := dies_without(program, mutant, int(seed), limit)):
+            return Verdict(mutant, False, f"needs no '{mutant.only}': {other}", seconds)
+        return Verdict(mutant, True, how, seconds)
     if result.returncode < 0:
         return Verdict(mutant, True, f"crashes with signal {-result.returncode}", seconds)
     return Verdict(mutant, False, "SURVIVED", seconds)
+
+
+def dies_without(program: Path, mutant: Mutant, seeds: int, limit: float) -> str:
+    """What finds the mistake in the same worlds where its kind of fault is left out, or ""."""
+    command = [str(program), "--mutant", str(mutant.number), "--seeds", str(seeds)]
+    command += ["--stop-at-first", "--without", mutant.only]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    found = FAILED.search(result.stdout)
+    if found is None and result.returncode != 0:
+        fail(f"{mutant.id}: {result.stdout[-1000:]}{result.stderr[-1000:]}")
+    return found.group(0) if found else ""
 
 
 def main() -> int:

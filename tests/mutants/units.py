@@ -36,6 +36,8 @@ TEST_OBJECTS = tuple(
         "blocking_threads_test",
         "job_ledger_test",
         "pump_thread_test",
+        "scheduler_load_test",
+        "store_scheduler_test",
         "store_worker_test",
         "worker_exceptions_test",
         "worker_limits_test",

@@ -129,6 +129,14 @@ def lend_and_wait(master: str, metadata_server: str) -> None:
     sys.stdin.readline()
 
 
+def lend(master: str) -> None:
+    """Lends memory and waits to be ended."""
+    store = kvprism.mooncake_store(master=master, global_segment_size=64 << 20)
+    print("lent", flush=True)
+    sys.stdin.readline()
+    store.close()
+
+
 def leave(master: str, how: str) -> None:
     """Ends with open connections and a load behind it, after `close` or without; tells when."""
     engine = Engine(Elsewhere(master))  # type: ignore[arg-type]
@@ -185,6 +193,7 @@ if __name__ == "__main__":
         store_and_load,
         save_and_hang,
         lend_and_wait,
+        lend,
         leave,
         signals,
         spawn_and_fork,

@@ -62,6 +62,7 @@ kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
     visitor(context, "objects_purged", c.objects_purged);
     visitor(context, "changes_dropped", c.changes_dropped);
     visitor(context, "bypasses", c.bypasses);
+    visitor(context, "offers_paused", c.offers_paused);
     const LedgerCounters& l = c.ledger;
     visitor(context, "ledger.started", l.started);
     visitor(context, "ledger.outcomes", l.outcomes);

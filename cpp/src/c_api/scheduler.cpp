@@ -428,7 +428,7 @@ kvprism_status kvprism_scheduler_take_change(kvprism_scheduler* scheduler, kvpri
                .chunk = next.chunk,
                .tokens = next.tokens,
                .hash = next.hash.data(),
-               .parent = next.parent.data(),
+               .parent = next.parent.empty() ? nullptr : next.parent.data(),
                .hash_bytes = next.hash.size(),
                .parent_bytes = next.parent.size()};
   });

@@ -173,19 +173,25 @@ void BlockHasher::append(std::span<const std::uint32_t> tokens, std::uint32_t fi
   // The parent may lie in `hashes`, which is about to move.
   std::array<std::uint8_t, 32> before = none_hash_;
   std::copy(parent.begin(), parent.end(), before.begin());
-  std::size_t at = hashes.size();
-  hashes.resize(at + units * width_);
-  for (std::size_t unit = 0; unit < units; ++unit) {
-    message_.clear();
-    cbor::array(message_, 3);
-    cbor::bytes(message_, std::span(before).first(width_));
-    cbor::array(message_, unit_);
-    for (const std::uint32_t token : tokens.subspan(unit * unit_, unit_))
-      cbor::head(message_, cbor::Major::kUnsigned, token);
-    write_extras(static_cast<std::uint32_t>(first + unit * unit_), extras);
-    digest(before.data());
-    std::copy_n(before.begin(), width_, hashes.begin() + static_cast<std::ptrdiff_t>(at));
-    at += width_;
+  const std::size_t known = hashes.size();
+  hashes.resize(known + units * width_);
+  std::size_t at = known;
+  try {
+    for (std::size_t unit = 0; unit < units; ++unit) {
+      message_.clear();
+      cbor::array(message_, 3);
+      cbor::bytes(message_, std::span(before).first(width_));
+      cbor::array(message_, unit_);
+      for (const std::uint32_t token : tokens.subspan(unit * unit_, unit_))
+        cbor::head(message_, cbor::Major::kUnsigned, token);
+      write_extras(static_cast<std::uint32_t>(first + unit * unit_), extras);
+      digest(before.data());
+      std::copy_n(before.begin(), width_, hashes.begin() + static_cast<std::ptrdiff_t>(at));
+      at += width_;
+    }
+  } catch (...) {
+    hashes.resize(known);  // zeros would be names of other tokens
+    throw;
   }
 }
 

@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
-#include <queue>
+#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+
+#include "job/alarms.h"
 
 namespace kvprism {
 namespace {
@@ -50,15 +51,6 @@ struct Job {
   std::vector<BlockId> blocks;
 };
 
-struct Alarm {
-  Instant at;
-  JobId job{};
-  bool operator>(const Alarm& other) const noexcept {
-    return std::tuple(at.ns, raw(job)) > std::tuple(other.at.ns, raw(other.job));
-  }
-};
-using Alarms = std::priority_queue<Alarm, std::vector<Alarm>, std::greater<>>;
-
 }  // namespace
 
 struct JobLedger::Impl {
@@ -66,9 +58,9 @@ struct JobLedger::Impl {
   std::uint64_t all_ranks;
   std::uint64_t next_id = 1;
   std::unordered_map<std::uint64_t, Job> jobs;
-  Alarms deadlines;
-  Alarms quarantines;
-  Alarms questions;
+  detail::Alarms deadlines;
+  detail::Alarms quarantines;
+  detail::Alarms questions;
   std::deque<JobId> outcomes;
   std::deque<JobId> quiets;
   std::deque<JobId> quarantined;
@@ -78,6 +70,19 @@ struct JobLedger::Impl {
   Job* find(JobId id) {
     const auto it = jobs.find(raw(id));
     return it == jobs.end() ? nullptr : &it->second;
+  }
+
+  bool is_open(JobId id) {
+    const Job* const job = find(id);
+    return job != nullptr && !job->final;
+  }
+  bool is_unquiet(JobId id) {
+    const Job* const job = find(id);
+    return job != nullptr && !job->quiet_queued;
+  }
+  void ask_later(JobId id, Instant now) {
+    questions.add(now + options.ask_after, id, jobs.size(),
+                  [this](JobId other) { return is_unquiet(other); });
   }
 
   void settle(JobId id, Job& job, Instant now) {
@@ -92,8 +97,9 @@ struct JobLedger::Impl {
     ++counters.outcomes;
     outcomes.push_back(id);
     if (job.quiet_ranks != all_ranks) {
-      quarantines.push({now + options.quarantine_after, id});
-      questions.push({now + options.ask_after, id});
+      quarantines.add(now + options.quarantine_after, id, jobs.size(),
+                      [this](JobId other) { return is_unquiet(other); });
+      ask_later(id, now);
     }
     queue_quiet(id, job);
   }
@@ -135,7 +141,8 @@ JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId>
   job.request = request;
   job.kind = kind;
   job.blocks.assign(blocks.begin(), blocks.end());
-  impl_->deadlines.push({deadline, id});
+  impl_->deadlines.add(deadline, id, impl_->jobs.size(),
+                       [this](JobId other) { return impl_->is_open(other); });
   ++impl_->counters.started;
   impl_->counters.blocks_held += blocks.size();
   return id;
@@ -198,26 +205,22 @@ void JobLedger::rank_gone(Rank rank, Instant now) {
 }
 
 void JobLedger::advance(Instant now) {
-  while (!impl_->deadlines.empty() && impl_->deadlines.top().at <= now) {
-    const JobId id = impl_->deadlines.top().job;
-    impl_->deadlines.pop();
-    Job* const job = impl_->find(id);
-    if (job == nullptr || job->final) continue;
-    job->outcome = JobOutcome::kExpired;
-    job->whole = true;  // a rank is silent: nothing of it can be counted on
+  while (const std::optional<JobId> id = impl_->deadlines.take(now)) {
+    if (!impl_->is_open(*id)) continue;
+    Job& job = *impl_->find(*id);
+    job.outcome = JobOutcome::kExpired;
+    job.whole = true;  // a rank is silent: nothing of it can be counted on
     ++impl_->counters.expired;
-    impl_->settle(id, *job, now);
+    impl_->settle(*id, job, now);
   }
-  while (!impl_->quarantines.empty() && impl_->quarantines.top().at <= now) {
-    const JobId id = impl_->quarantines.top().job;
-    impl_->quarantines.pop();
-    Job* const job = impl_->find(id);
-    if (job == nullptr || job->quiet_queued) continue;
-    job->quarantined = true;
+  while (const std::optional<JobId> id = impl_->quarantines.take(now)) {
+    if (!impl_->is_unquiet(*id)) continue;
+    Job& job = *impl_->find(*id);
+    job.quarantined = true;
     ++impl_->quarantined_now;
     ++impl_->counters.quarantined;
-    impl_->counters.blocks_in_quarantine += job->blocks.size();
-    impl_->quarantined.push_back(id);
+    impl_->counters.blocks_in_quarantine += job.blocks.size();
+    impl_->quarantined.push_back(*id);
   }
 }
 
@@ -262,13 +265,12 @@ bool JobLedger::take_quarantined(JobEvent& out) {
 }
 
 void JobLedger::take_unquiet(Instant now, std::size_t most, std::vector<JobId>& out) {
-  while (most != 0 && !impl_->questions.empty() && impl_->questions.top().at <= now) {
-    const JobId id = impl_->questions.top().job;
-    impl_->questions.pop();
-    const Job* const job = impl_->find(id);
-    if (job == nullptr || job->quiet_queued) continue;
-    out.push_back(id);
-    impl_->questions.push({now + impl_->options.ask_after, id});
+  while (most != 0) {
+    const std::optional<JobId> id = impl_->questions.take(now);
+    if (!id) return;
+    if (!impl_->is_unquiet(*id)) continue;
+    out.push_back(*id);
+    impl_->ask_later(*id, now);
     ++impl_->counters.asked;
     --most;
   }

@@ -7,10 +7,10 @@
 namespace kvprism {
 
 std::string_view to_string(FlightKind kind) noexcept {
-  static constexpr std::array<std::string_view, 17> kNames{
-      "asked",    "answered",   "load",      "save",     "outcome",     "quiet",
-      "load_end", "quarantine", "expired",   "mismatch", "removed",     "purge",
-      "mode",     "health",     "preempted", "finished", "report_error"};
+  static constexpr std::array<std::string_view, 18> kNames{
+      "asked",    "answered",   "load",      "save",     "outcome",      "quiet",
+      "load_end", "quarantine", "expired",   "mismatch", "removed",      "purge",
+      "mode",     "health",     "preempted", "finished", "report_error", "offers_paused"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNames.size() ? kNames[at] : "unknown";
 }

@@ -71,6 +71,8 @@ class JobJudge final : public EngineObserver {
   // The scheduler asks which objects are there.
   void asking();
   void asking(std::string_view key);
+  // The store has not found an object that was asked for.
+  void missed(std::string_view key);
   // The scheduler wants an object removed that is not what was stored; `key` is its name.
   void removing(std::string_view key);
   // And it has been: what is stored under that name now is another one.

@@ -265,6 +265,13 @@ void JobJudge::asking(std::string_view key) {
   }
 }
 
+void JobJudge::missed(std::string_view key) {
+  ObjectPlace place;
+  if (!objects_.read_key(key, place).empty()) return;  // told when it was asked for
+  std::string content(place.hash.begin(), place.hash.end());
+  lost_.insert(content + number(place.stored));
+}
+
 void JobJudge::removing(std::string_view key) {
   ObjectPlace place;
   const std::string wrong = objects_.read_key(key, place);

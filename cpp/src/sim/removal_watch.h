@@ -18,20 +18,19 @@ namespace kvprism::sim {
 // Ownership: shares the index. Threads: one.
 class RemovalWatch final : public ObjectIndex {
  public:
-  // With `watch_lookups` the judge sees the keys of lookups too.
-  RemovalWatch(std::shared_ptr<ObjectIndex> index, const MemoryPool& pool, bool watch_lookups)
-      : index_(std::move(index)), pool_(pool), watch_lookups_(watch_lookups) {}
+  // What the judge sees of lookups.
+  struct Lookups {
+    bool keys = false;
+    bool answers = false;  // which objects were not there
+  };
+  RemovalWatch(std::shared_ptr<ObjectIndex> index, const MemoryPool& pool, const Lookups& lookups)
+      : index_(std::move(index)), pool_(pool), lookups_(lookups) {}
 
   // Null while there is none.
   void set_judge(JobJudge* judge) noexcept { judge_ = judge; }
 
   bool start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
-                    Instant deadline) override {
-    if (judge_ != nullptr) judge_->asking();
-    for (std::size_t i = 0; i < batch->keys.size() && judge_ != nullptr && watch_lookups_; ++i)
-      judge_->asking(batch->keys[i]);
-    return index_->start_exists(op, batch, now, deadline);
-  }
+                    Instant deadline) override;
   bool start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch, const Removal& removal,
                     Instant now, Instant deadline) override;
   bool poll_index(Instant now, Completion& out) override;
@@ -42,9 +41,10 @@ class RemovalWatch final : public ObjectIndex {
  private:
   std::shared_ptr<ObjectIndex> index_;
   const MemoryPool& pool_;
-  bool watch_lookups_;
+  Lookups lookups_;
   JobJudge* judge_ = nullptr;
   std::map<OpId, std::vector<std::string>> removals_;  // single objects, by operation
+  std::map<OpId, std::vector<std::string>> asked_;     // keys of lookups, with lookups_.answers
   std::unordered_set<std::string> gone_;
 };
 

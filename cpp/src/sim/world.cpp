@@ -44,7 +44,7 @@ ObjectJudge judge_of(const Projection& whole, const WorldConfig& config) {
 
 WorldRun::WorldRun(const WorldOptions& options)
     : options_(options),
-      config_(make_world_config(options.seed)),
+      config_(make_world_config(options.seed, options.without)),
       random_(options.seed ^ 0x776f726c64ull),
       later_random_(options.seed ^ 0x6c617465ull),
       projection_(Projection::make(config_.cache, world_registry())),

@@ -6,7 +6,9 @@
 #include <utility>
 #include <variant>
 
+#include "kvprism/base/error.h"
 #include "kvprism/group/projection.h"
+#include "kvprism/sim/world.h"
 #include "sim/world_stages.h"
 
 namespace kvprism::sim {
@@ -418,6 +420,30 @@ void add_later_faults(SeededRandom random, WorldConfig& config) {
   config.worker.only = random.chance(1, 2);
 }
 
+// So that a mistake can be shown to need one kind of fault. All draws stay as they are.
+void leave_out(std::string_view kind, WorldConfig& config) {
+  if (kind.empty()) return;
+  for (std::size_t i = 0; i < kNumFaultKinds; ++i) {
+    if (to_string(static_cast<FaultKind>(i)) != kind) continue;
+    config.faults.chance[i] = 0;
+    return;
+  }
+  LaterFaults& later = config.later;
+  const std::pair<WorldFault, bool*> others[] = {
+      {WorldFault::kLag, &later.lag},
+      {WorldFault::kReportLost, &later.lose_reports},
+      {WorldFault::kPlanLost, &later.lose_plans},
+      {WorldFault::kRankGone, &later.ranks_die},
+      {WorldFault::kRestrictedLate, &later.restrict_late}};
+  for (const auto& [fault, wanted] : others) {
+    if (to_string(fault) != kind) continue;
+    *wanted = false;
+    return;
+  }
+  fail(ErrorCode::kInvalidArgument, "simulated world",
+       {"without", std::string(kind), "a kind of fault that can be left out", {}});
+}
+
 std::string dashes(bool value, const std::string& word) { return value ? ", " + word : ""; }
 
 }  // namespace
@@ -443,7 +469,7 @@ const SpecRegistry& world_registry() {
   return registry;
 }
 
-WorldConfig make_world_config(std::uint64_t seed) {
+WorldConfig make_world_config(std::uint64_t seed, std::string_view without) {
   SeededRandom random(seed * 0x9e3779b97f4a7c15ull + 0x5eed);
   WorldConfig config;
   config.cache = random.chance(1, 8) ? vllm_config(random) : cache_config(random);
@@ -531,6 +557,7 @@ WorldConfig make_world_config(std::uint64_t seed) {
     scheduler.saved_fresh_for = seconds(3600);
     scheduler.max_held_percent = 100;
   }
+  leave_out(without, config);
   return config;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "backend/seeded_random.h"
@@ -55,7 +56,8 @@ struct WorldConfig {
   std::string describe() const;
 };
 
-WorldConfig make_world_config(std::uint64_t seed);
+// `without`: as of WorldOptions.
+WorldConfig make_world_config(std::uint64_t seed, std::string_view without);
 
 // Built-in kinds, and `engine_prefix`: opaque pages that are found like full attention's.
 const SpecRegistry& world_registry();

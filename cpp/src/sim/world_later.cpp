@@ -36,7 +36,13 @@ void WorldRun::tell_rank_gone() {
   life_.engine->rank_gone(Rank{*dead_}, now_);
 }
 
-// Called when a step is scheduled and nothing of it is saved.
+// A step is scheduled, and nothing of it is saved or sent.
+void WorldRun::in_a_step() {
+  if (config_.later.restrict_late) restrict_late();
+  // The loads that it has begun are nobody's yet.
+  if (dead_ && later_random_.chance(1, 2)) tell_rank_gone();
+}
+
 void WorldRun::restrict_late() {
   if (draining() || !later_random_.chance(1, 12)) return;
   count(WorldFault::kRestrictedLate);

@@ -47,7 +47,10 @@ void WorldRun::start_life() {
   config_.faults.seed = random_.next();
   life_.index = std::make_shared<FaultInjector>(
       nullptr, std::make_shared<MemoryStore>(pool_, config_.store), config_.faults);
-  life_.watch = std::make_shared<RemovalWatch>(life_.index, *pool_, objects_.bare_stages());
+  life_.watch = std::make_shared<RemovalWatch>(
+      life_.index, *pool_,
+      RemovalWatch::Lookups{.keys = objects_.bare_stages(),
+                            .answers = config_.scheduler.tell_changes});
   config_.scheduler.epoch = life_.epoch;
   config_.scheduler.ranks = parallel.world();
   recording_.clear();
@@ -66,7 +69,7 @@ void WorldRun::start_life() {
   life_.judge->set_held_channel(config_.hold_reports ? &channel_ : nullptr);
   life_.watch->set_judge(life_.judge.get());
   life_.judge->set_now(now_);
-  if (config_.later.restrict_late) life_.judge->set_moment([this] { restrict_late(); });
+  life_.judge->set_moment([this] { in_a_step(); });
   life_.engine = std::make_unique<Engine>(projection_, life_.scheduler, std::move(ranks),
                                           config_.engine, life_.judge.get());
 }

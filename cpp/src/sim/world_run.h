@@ -97,6 +97,7 @@ class WorldRun {
   void later_event();
   void rank_dies();
   void tell_rank_gone();
+  void in_a_step();
   void restrict_late();
   bool loses_report();
   std::uint32_t draw_still();

@@ -6,7 +6,7 @@
 namespace kvprism::detail {
 
 LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
-                       std::uint64_t first_op)
+                       std::uint64_t first_op, bool tells_gone)
     : schema_(std::move(schema)),
       index_(std::move(index)),
       search_(schema_->projection()),
@@ -15,7 +15,8 @@ LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<
       fine_(alignment_ < search_.grid().step),
       thinned_(schema_->projection().retention_interval().has_value()),
       hash_tokens_(schema_->projection().hash_block_size()),
-      next_op_(first_op) {
+      next_op_(first_op),
+      tells_gone_(tells_gone) {
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     const HitGroup& group = groups_[raw(index)];
     masks_.emplace_back(group, search_.grid());
@@ -82,6 +83,20 @@ void LookupDesk::find_second(StoreIndex index, const Question& question, const F
   });
 }
 
+void LookupDesk::leave_out_avoided(const Asked& asked, std::size_t& place) {
+  const std::size_t end = place + units_.size();
+  auto avoided = std::lower_bound(asked.avoided.begin(), asked.avoided.end(), place);
+  if (avoided != asked.avoided.end() && *avoided < end) {
+    std::erase_if(units_, [&](std::uint32_t) {
+      const bool out = avoided != asked.avoided.end() && *avoided == place;
+      if (out) ++avoided;
+      ++place;
+      return out;
+    });
+  }
+  place = end;
+}
+
 void LookupDesk::append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const {
   const std::uint32_t step = groups_[raw(index)].unit_tokens / hash_tokens_;
   for (const RankPosition& shard : shards_[raw(index)]) {
@@ -136,7 +151,6 @@ void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Ins
     std::size_t place = 0;
     for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
       find_units(index, asked.back().question);
-      append_keys(batch->keys, index, hashes);
       for (std::size_t i = 0; watch && i < units_.size(); ++i) {
         const std::uint32_t tokens = (units_[i] + 1) * groups_[raw(index)].unit_tokens;
         const auto hash = hashes[tokens / hash_tokens_ - 1];
@@ -144,8 +158,19 @@ void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Ins
         asked.back().avoided.push_back(place + i);
         ++counters_.avoided;
       }
-      place += units_.size();
+      leave_out_avoided(asked.back(), place);
+      append_keys(batch->keys, index, hashes);
     }
+  }
+  if (batch->keys.empty()) {
+    idle_batches_.push_back(std::move(batch));
+    for (Asked& one : asked) {
+      const Question& question = one.question;
+      answer(one, {},
+             answers.emplace_back(
+                 Answer{question.request, question.serial, question.local, 0, false, {}}));
+    }
+    return;
   }
   ++counters_.calls;
   counters_.keys += batch->keys.size();
@@ -248,23 +273,24 @@ void LookupDesk::answer(Asked& asked, const std::vector<ItemResult>& items, Answ
   }
   std::size_t key = asked.first_key;
   std::size_t place = 0;
-  auto avoided = asked.avoided.begin();
   for (const StoreIndex index : indices<StoreIndex>(groups_.size())) {
     find_units(index, question);
+    leave_out_avoided(asked, place);
     const std::size_t keys = units_.size() * shards_[raw(index)].size();
-    for (std::size_t i = 0; i < units_.size(); ++i, ++place) {
+    for (std::size_t i = 0; i < units_.size(); ++i) {
       bool everywhere = true;
+      bool missing = false;
       for (std::size_t at = key + i; at < key + keys; at += units_.size()) {
         const ItemStatus status = at < items.size() ? items[at].status : ItemStatus::kFailed;
         everywhere &= status == ItemStatus::kOk;
+        missing |= status == ItemStatus::kMissing;
         answer.failed |= status != ItemStatus::kOk && status != ItemStatus::kMissing &&
                          status != ItemStatus::kNotReady;
       }
-      if (avoided != asked.avoided.end() && *avoided == place) {
-        ++avoided;
-        everywhere = false;
-      }
       if (everywhere) presence_.mark(index, units_[i]);
+      if (missing && tells_gone_) {
+        answer.gone.push_back({index, (units_[i] + 1) * groups_[raw(index)].unit_tokens});
+      }
     }
     key += keys;
   }

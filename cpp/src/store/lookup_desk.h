@@ -45,6 +45,12 @@ struct Question {
   std::unique_ptr<const FirstRound> first_round = nullptr;  // present in the second
 };
 
+// A chunk of a group, by where the prefix ends that it is named by.
+struct PrefixEnd {
+  StoreIndex group{};
+  std::uint32_t tokens = 0;
+};
+
 struct Answer {
   RequestId request{};
   std::uint64_t serial = 0;
@@ -54,6 +60,7 @@ struct Answer {
   // By group, where hits may end inside a block: tokens of the prefix whose object holds the last
   // chunk of the hit. Else empty.
   std::vector<std::uint32_t> tails;
+  std::vector<PrefixEnd> gone{};  // what some rank's object is missing of, if the desk is to say so
   // Not null: the question must be asked again, with it; until then the rest is what is proven.
   std::unique_ptr<const FirstRound> first_round = nullptr;
 };
@@ -73,12 +80,13 @@ struct LookupCounters {
 // Ownership: shares schema and index. Threads: one.
 class LookupDesk {
  public:
-  // Operations are numbered from `first_op` on.
+  // Operations are numbered from `first_op` on. With `tells_gone` answers say what is missing.
   LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
-             std::uint64_t first_op);
+             std::uint64_t first_op, bool tells_gone);
 
   // All questions as one call. Questions of a refused call are answered at once, as failed. Chunks
-  // in `avoid` count as absent. Takes their first rounds.
+  // in `avoid` count as absent and are not asked for, which would renew their leases; a call for
+  // nothing else is not made. Takes their first rounds.
   void ask(std::vector<Question>& questions, const Avoided& avoid, Instant now, Instant deadline,
            std::vector<Answer>& answers);
 
@@ -129,6 +137,9 @@ class LookupDesk {
                    std::uint32_t tokens) const noexcept;
   bool left_open(const FirstRound& round, const HitGroup& group,
                  std::uint32_t tokens) const noexcept;
+  // Takes those out of units_ that `asked` avoids; `place` is that of the first one among those of
+  // all groups, and moves behind the last one.
+  void leave_out_avoided(const Asked& asked, std::size_t& place);
   // Keys of units_ for each shard, one shard behind the other; the store's thread makes them.
   void append_keys(KeySlots& keys, StoreIndex index, const HashList& hashes) const;
 
@@ -157,6 +168,7 @@ class LookupDesk {
   bool thinned_;            // windows are not kept at every step
   std::uint32_t hash_tokens_;
   std::uint64_t next_op_;
+  bool tells_gone_;
   std::unordered_map<std::uint64_t, std::vector<Asked>> calls_;
   std::vector<OpId> unquiet_lookups_;  // few, as is each list here
   std::vector<OpId> removals_;         // in flight

@@ -1,5 +1,6 @@
 // Prefixes about which something was learnt lately: those that are stored, so that requests that
-// share one do not store it again, and those that could not be loaded (R41).
+// share one do not store it again, those that could not be loaded (R41), and those that were
+// announced.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +23,15 @@ class RecentPrefixes {
   // `slots`: a power of 2.
   RecentPrefixes(Duration fresh_for, std::size_t slots) : fresh_for_(fresh_for), slots_(slots) {}
 
-  // What stands for a prefix here. Engines' hashes are uniform, so folding them keeps 64 good bits.
+  // What stands for a prefix here. Engines' hashes are uniform, so folding them keeps 64 good bits;
+  // words are told apart by their places, as an engine may repeat a hash to fill the width.
   static std::uint64_t tag_of(std::span<const std::uint8_t> hash) noexcept {
     std::uint64_t tag = 0;
     for (std::size_t i = 0; i + 8 <= hash.size(); i += 8) {
       std::uint64_t word = 0;
       std::memcpy(&word, hash.data() + i, 8);
-      tag ^= word;
+      tag = (tag ^ word) * 0x9E3779B97F4A7C15u;
+      tag ^= tag >> 32;
     }
     return tag == 0 ? 1 : tag;
   }
@@ -51,6 +54,12 @@ class RecentPrefixes {
   bool contains(std::uint64_t tag, Instant now) const noexcept {
     const Slot& slot = slots_[tag & (slots_.size() - 1)];
     return slot.tag == tag && now - slot.at < fresh_for_;
+  }
+
+  // Whether it was added before `than`, and not again since.
+  bool older(std::uint64_t tag, Instant than) const noexcept {
+    const Slot& slot = slots_[tag & (slots_.size() - 1)];
+    return slot.tag == tag && slot.at < than;
   }
 
   // True when nothing in it can be fresh: the common case of tables of failures.

@@ -1,6 +1,5 @@
 // What the store has gained and lost, for engines that announce it.
 #include <algorithm>
-#include <iterator>
 
 #include "store/scheduler_impl.h"
 
@@ -18,14 +17,10 @@ bool StoreScheduler::Impl::name_change(StoreChange& change, std::uint64_t genera
   const Request* const request = find(change.request, generation);
   if (request == nullptr || change.tokens / hash_tokens > hash_count(*request)) return false;
   const HashList hashes = hashes_of(*request);
-  const auto hash = hashes[change.tokens / hash_tokens - 1];
-  change.hash.assign(hash.begin(), hash.end());
+  change.hash = hashes[change.tokens / hash_tokens - 1];
   const std::uint32_t length = change.tokens % chunk_tokens == 0 ? chunk_tokens : hash_tokens;
   const std::uint32_t before = change.tokens - length;
-  if (before > 0) {
-    const auto parent = hashes[before / hash_tokens - 1];
-    change.parent.assign(parent.begin(), parent.end());
-  }
+  if (before > 0) change.parent = hashes[before / hash_tokens - 1];
   return true;
 }
 
@@ -41,22 +36,20 @@ void StoreScheduler::Impl::note_chunks(detail::Save& save) {
       StoreChange change{
           true, save.request, projection().group_id(run.group), run.first_chunk + i, tokens, {},
           {}};
-      if (name_change(change, save.generation, chunk_tokens)) {
-        save.chunks.push_back(std::move(change));
-      }
+      if (name_change(change, save.generation, chunk_tokens)) save.chunks.push_back(change);
     }
   }
 }
 
-void StoreScheduler::Impl::tell(StoreChange&& change) {
+void StoreScheduler::Impl::tell(const StoreChange& change) {
   if (changes.size() == kMostChanges) {
     ++counters.changes_dropped;
     return;
   }
-  changes.push_back(std::move(change));
+  changes.push_back(change);
 }
 
-void StoreScheduler::Impl::tell_stored(detail::Save& save, const JobEvent& end) {
+void StoreScheduler::Impl::tell_stored(const detail::Save& save, const JobEvent& end, Instant now) {
   // A purge removes them.
   if (end.whole || purge.status.active()) return;
   const auto place = [](GroupId group, std::uint32_t chunk) {
@@ -67,10 +60,12 @@ void StoreScheduler::Impl::tell_stored(detail::Save& save, const JobEvent& end) 
     failed_places.push_back(place(projection().group_id(chunk.group), chunk.chunk));
   }
   std::sort(failed_places.begin(), failed_places.end());
-  for (StoreChange& change : save.chunks) {
+  for (const StoreChange& change : save.chunks) {
     if (!std::binary_search(failed_places.begin(), failed_places.end(),
                             place(change.group, change.chunk))) {
-      tell(std::move(change));
+      tell(change);
+      const StoreIndex index = *projection().store_index(change.group);
+      announced.add(detail::RecentPrefixes::tag_of(change.hash, index), now);
     }
   }
 }
@@ -93,7 +88,29 @@ void StoreScheduler::Impl::tell_missing(const detail::Load& load, const JobEvent
                        (chunk.chunk + 1) * chunk_tokens,
                        {},
                        {}};
-    if (name_change(change, load.generation, chunk_tokens)) tell(std::move(change));
+    if (!name_change(change, load.generation, chunk_tokens)) continue;
+    announced.forget(detail::RecentPrefixes::tag_of(change.hash, chunk.group));
+    tell(change);
+  }
+}
+
+// What a lookup does not find of what was announced before it was asked. The answer may be older
+// than an announcement that was made since.
+void StoreScheduler::Impl::tell_gone(const Request& request, const detail::Answer& answer) {
+  for (const auto& [index, tokens] : answer.gone) {
+    const auto hash = hashes_of(request)[tokens / hash_tokens - 1];
+    const std::uint64_t tag = detail::RecentPrefixes::tag_of(hash, index);
+    if (!announced.older(tag, request.lookup.at)) continue;
+    announced.forget(tag);
+    const std::uint32_t chunk_tokens = groups[raw(index)].chunk_tokens;
+    StoreChange change{false,
+                       answer.request,
+                       projection().group_id(index),
+                       (tokens - 1) / chunk_tokens,
+                       tokens,
+                       {},
+                       {}};
+    if (name_change(change, request.generation, chunk_tokens)) tell(change);
   }
 }
 
@@ -108,7 +125,7 @@ void StoreScheduler::saving_requests(std::vector<RequestId>& out) const {
 }
 
 void StoreScheduler::take_changes(std::vector<StoreChange>& out) {
-  std::move(impl_->changes.begin(), impl_->changes.end(), std::back_inserter(out));
+  out.insert(out.end(), impl_->changes.begin(), impl_->changes.end());
   impl_->changes.clear();
 }
 

@@ -39,6 +39,8 @@ void StoreScheduler::Impl::update_health(Instant now) {
   const auto note = [&](HealthReason reason, bool present) {
     if (present) reasons |= reason;
   };
+  // Nothing is asked any more that could say otherwise.
+  if (!mode_loads()) lookups_fail = loads_fail = false;
   note(kLookupsFail, lookups_fail);
   note(kLoadsFail, loads_fail);
   note(kSavingPaused, now < backoff_until);

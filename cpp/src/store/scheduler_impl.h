@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -66,6 +67,7 @@ struct Request {
 struct Load {
   RequestId request{};
   std::uint64_t generation = 0;
+  std::uint64_t heir = 0;  // generation of a request that came with other hashes meanwhile; or 0
   std::uint32_t local = 0;
   std::uint32_t hit = 0;
   bool reported = false;
@@ -78,6 +80,16 @@ struct Load {
   // and chunk, damage first.
   std::vector<std::pair<Rank, FailedChunk>> mismatches;
   std::unique_ptr<Request> left{};  // its request, which has finished first: it names the objects
+};
+
+// One rank's object that is to go.
+struct Condemned {
+  OpId op{};              // of its removal
+  std::uint64_t tag = 0;  // of its chunk: once it is gone, a new one may be believed
+  std::string key;
+  bool patient = false;  // stays while somebody has a lease on it, and is tried again
+  std::uint32_t tries = 1;
+  std::optional<Instant> again{};  // none while the removal runs
 };
 
 // A report may name any chunk.
@@ -158,13 +170,14 @@ struct StoreScheduler::Impl {
         desk(schema,
              recorder ? std::make_shared<detail::RecordingIndex>(std::move(index), recorder)
                       : std::move(index),
-             wanted.epoch * 0x9e3779b97f4a7c15),
+             wanted.epoch * 0x9e3779b97f4a7c15, wanted.tell_changes),
         // Twice or more before the blocks go to quarantine.
         ledger({wanted.ranks, wanted.quarantine_after, {wanted.quarantine_after.ns / 4 + 1}}),
         builder(plan),
         saved_prefixes(wanted.saved_fresh_for, 1 << 16),
         unloadable(wanted.avoid_failed_for, 1 << 12),
-        unreached(wanted.avoid_failed_for, 1 << 12) {
+        unreached(wanted.avoid_failed_for, 1 << 12),
+        announced({INT64_MAX}, wanted.tell_changes ? 1 << 18 : 1) {
     for (const StoreIndex group : indices<StoreIndex>(groups.size())) {
       save_rules.push_back(schema->projection().group(group).traits.save);
       has_drafts |= groups[raw(group)].draft;
@@ -198,6 +211,7 @@ struct StoreScheduler::Impl {
   detail::RecentPrefixes saved_prefixes;
   detail::RecentPrefixes unloadable;  // chunks of groups
   detail::RecentPrefixes unreached;   // the same, where the store or the worker did not answer
+  detail::RecentPrefixes announced;   // the same, told as stored and not as gone
   std::uint64_t step = 0;
   Instant last_step_at;  // for events of calls that are not told the time
   std::uint64_t next_serial = 1;
@@ -215,7 +229,7 @@ struct StoreScheduler::Impl {
   std::vector<StoreChange> changes;
 
   std::uint32_t refused_saves = 0;    // in a row
-  std::uint32_t unreached_loads = 0;  // in a row: what they asked for could not be reached
+  std::uint32_t unreached_loads = 0;  // a score: what they asked for could not be reached
   Instant offers_again{INT64_MIN};    // nothing is offered before
   std::uint64_t fruitless_saves = 0;  // before the first object
   Instant backoff_until{INT64_MIN};
@@ -236,8 +250,7 @@ struct StoreScheduler::Impl {
   StoreMode mode = StoreMode::kReadWrite;
   detail::Purge purge;
   detail::Removed removed;
-  // Chunks whose objects are being removed: once they are gone, a new one may be believed.
-  std::vector<std::pair<OpId, std::uint64_t>> condemned;
+  std::vector<detail::Condemned> condemned;
 
   FlightRecorder flight;
   std::vector<std::byte> recorded;  // scratch of the recorder
@@ -256,10 +269,10 @@ struct StoreScheduler::Impl {
                std::uint64_t{projection().num_blocks()} * options.max_held_percent;
   }
 
-  bool may_load() const {
-    return options.loads && !purge.status.active() &&
-           (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
+  bool mode_loads() const {
+    return options.loads && (mode == StoreMode::kReadWrite || mode == StoreMode::kReadOnly);
   }
+  bool may_load() const { return mode_loads() && !purge.status.active(); }
   bool may_save() const {
     return options.saves && !purge.status.active() &&
            (mode == StoreMode::kReadWrite || mode == StoreMode::kWriteOnly);
@@ -292,9 +305,17 @@ struct StoreScheduler::Impl {
         hashes_of(request)[(from + step_tokens) / hash_tokens - 1]);
   }
 
+  // Positions are counted in 32 bits, and steps beyond one must not wrap.
+  static constexpr std::uint32_t kMostTokens = INT32_MAX;
+  // Tokens that have a name.
+  std::uint32_t named(std::uint32_t hashes) const {
+    return static_cast<std::uint32_t>(
+        std::min(std::uint64_t{hashes} * hash_tokens, std::uint64_t{kMostTokens}));
+  }
+  std::uint32_t named(const Request& request) const { return named(hash_count(request)); }
   // Tokens that are computed after this step, and named.
   std::uint32_t computed(const Request& request) const {
-    return std::min(request.accepted, hash_count(request) * hash_tokens);
+    return std::min(request.accepted, named(request));
   }
   // The end of the request's prompt; nothing when only whole blocks are kept, or when the prompt's
   // length is not known.
@@ -315,6 +336,8 @@ struct StoreScheduler::Impl {
   // Takes what is new in `hashes`. False when they cannot belong to the request: another width than
   // the first that the engine used, or a gap behind those that are known.
   bool take_hashes(Request& request, const HashList& hashes);
+  // A load of `request` that runs goes on in blocks that are the other request's now.
+  void inherit_load(Request& request, Request& heir);
 
   // Whether a load or the request itself has left the chunk's bytes in its block: an engine may
   // give a window blocks for what no load brings.
@@ -334,10 +357,11 @@ struct StoreScheduler::Impl {
 
   bool name_change(StoreChange& change, std::uint64_t generation, std::uint32_t chunk_tokens);
   void note_chunks(detail::Save& save);
-  void tell(StoreChange&& change);
+  void tell(const StoreChange& change);
   void take_back_stored();
-  void tell_stored(detail::Save& save, const JobEvent& end);
+  void tell_stored(const detail::Save& save, const JobEvent& end, Instant now);
   void tell_missing(const detail::Load& load, const JobEvent& end);
+  void tell_gone(const Request& request, const detail::Answer& answer);
 
   void ask(RequestId id, Request& request, std::uint32_t local, std::uint32_t probed,
            std::uint32_t max, Instant now);
@@ -392,10 +416,17 @@ struct StoreScheduler::Impl {
   void advance_purge(Instant now);
   void start_purge_pass(Instant now);
   void take_removed(Instant now);
+  void end_removal(Instant now);
+  // Objects that were leased are tried again, and count as absent meanwhile.
+  void remove_again(Instant now);
+  // Ends a job that no rank has got.
+  void fail_everywhere(JobId job, Instant now);
   void leave_to_load(RequestId id, Request& request);
   static void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed);
   // Once all ranks have told theirs.
   static void sort_mismatches(Load& load);
+  // Whoever computes the chunk that begins at `from` tokens saves it, whoever has saved it before.
+  void forget_saved(const Request& request, std::uint32_t from);
   // Objects that no save could replace are taken away.
   void remove_mismatched(const Request& request, const Load& load, Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);

@@ -71,7 +71,13 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     if (complete_rows) add_last_chunk(request, index, rows[group][last]);
   }
 
-  Load load{id, request.generation, local, hit, false, false, now, tails, {}, {}, {}};
+  Load load;
+  load.request = id;
+  load.generation = request.generation;
+  load.local = local;
+  load.hit = hit;
+  load.planned_at = now;
+  load.tails = tails;
   if (complete_rows) {
     const auto blocks = builder.blocks();
     job = ledger.start(JobKind::kLoad, id, blocks,
@@ -88,12 +94,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     // The engine waits for this load, so it ends like any other: as failed, through the ledger.
     builder.abandon();
     job = ledger.start(JobKind::kLoad, id, {}, detail::ledger_deadline(now, options.load_timeout));
-    JobReport refused;
-    refused.job = job;
-    refused.outcome = JobOutcome::kFailed;
-    refused.quiet = 1;
-    for (std::uint32_t rank = 0; rank < options.ranks; ++rank)
-      ledger.notice(Rank{rank}, refused, {}, now);
+    fail_everywhere(job, now);
   }
   loads.emplace(raw(job), std::move(load));
   request.loading = true;
@@ -101,6 +102,15 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   flight.add(now, FlightKind::kLoad, raw(id), raw(job), hit - local);
   ++counters.loads;
   counters.hit_tokens += hit - local;
+}
+
+void StoreScheduler::Impl::fail_everywhere(JobId job, Instant now) {
+  JobReport failed;
+  failed.job = job;
+  failed.outcome = JobOutcome::kFailed;
+  failed.quiet = 1;
+  for (std::uint32_t rank = 0; rank < options.ranks; ++rank)
+    ledger.notice(Rank{rank}, failed, {}, now);
 }
 
 // Of a chunk with several findings the ledger keeps one; damage says more than any other.
@@ -146,6 +156,8 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
   remove_mismatched(*request, load, now);
   for (const FailedChunk& chunk : end.failed) {
     const ItemStatus status = finding(load, chunk);
+    if (status == ItemStatus::kMissing)
+      forget_saved(*request, chunk.chunk * groups[raw(chunk.group)].chunk_tokens);
     // The next lookup sees by itself what is not there.
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) continue;
     const bool cut_off = status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled;
@@ -167,11 +179,13 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
   }
 }
 
-// Where objects lie the store does not tell. When loads fail one after the other, a storage process
-// has died or this engine is cut off: each prefix would cost another load, and mostly a client
-// (R51).
+// Where objects lie Mooncake tells only in structs that differ from version to version. When loads
+// fail and few come whole between them, a storage process has died or this engine is cut off: each
+// prefix would cost another load, and mostly a client (R51). A load that comes whole says that some
+// process lives, not that all do: it makes good half a failure.
 void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end, Instant now) {
-  constexpr std::uint32_t kLoads = 3;
+  constexpr std::uint32_t kFailure = 2;
+  constexpr std::uint32_t kMost = 3 * kFailure;
   const bool unreached =
       !load.runs.empty() &&
       (end.whole || std::any_of(end.failed.begin(), end.failed.end(), [&](const auto& chunk) {
@@ -180,10 +194,14 @@ void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end
                 status == ItemStatus::kTimedOut || status == ItemStatus::kCancelled;
        }));
   if (!unreached) {
-    if (end.failed.empty() && !end.whole) unreached_loads = 0;
-  } else if (++unreached_loads >= kLoads) {
-    offers_again = now + options.avoid_failed_for;
+    if (end.failed.empty() && !end.whole && unreached_loads != 0) --unreached_loads;
+    return;
   }
+  unreached_loads = std::min(unreached_loads + kFailure, kMost);
+  if (unreached_loads < kMost) return;
+  offers_again = now + options.avoid_failed_for;
+  ++counters.offers_paused;
+  flight.add(now, FlightKind::kOffersPaused, counters.offers_paused);
 }
 
 void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet,
@@ -265,6 +283,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
       ++counters.bypasses;
     }
   }
+  if (Request* const heir = find(load.request, load.heir)) heir->loading = false;
   load.reported = true;
   load_ends.push_back(std::move(result));
 }

@@ -40,6 +40,7 @@ void StoreScheduler::Impl::take_answers(Instant now) {
       flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit,
                  answer.failed ? 1 : 0);
     if (!awaited) continue;
+    if (options.tell_changes) tell_gone(*request, answer);
     request->lookup.hit = answer.hit;
     if (answer.shared > answer.hit) request->junction = answer.shared;
     request->lookup.tails = std::move(answer.tails);
@@ -139,8 +140,7 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
     ++s.counters.lookups_refused;
     return {};
   }
-  const auto known = static_cast<std::uint32_t>(
-      std::min(std::uint64_t{prompt_tokens}, std::uint64_t{hashes.end()} * s.hash_tokens));
+  const std::uint32_t known = std::min(prompt_tokens, s.named(hashes.end()));
   const std::uint32_t hashed = known - known % s.search.grid().alignment;
   const std::uint32_t max = std::min(s.projection().max_hit(prompt_tokens), hashed);
   const std::uint32_t local = local_tokens;

@@ -37,6 +37,8 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   purge.held_up = false;
   purge.drained.reset();
   purge.lookups_told = false;
+  std::erase_if(condemned, [](const detail::Condemned& one) { return one.again.has_value(); });
+  announced.clear();
   drop_offers();
   take_back_stored();
   saved_prefixes.clear();
@@ -127,11 +129,7 @@ void StoreScheduler::Impl::take_removed(Instant now) {
                failed ? 1 : 0);
     if (!of_purge) {
       counters.objects_removed += objects;
-      std::erase_if(condemned, [&](const auto& chunk) {
-        if (chunk.first != removed.op) return false;
-        if (!failed) unloadable.forget(chunk.second);
-        return true;
-      });
+      end_removal(now);
       continue;
     }
     counters.objects_purged += objects;
@@ -162,6 +160,48 @@ void StoreScheduler::Impl::take_removed(Instant now) {
   }
 }
 
+// Of single objects. What a load has read, somebody has a lease on: for as long as it lasts the
+// store keeps the object.
+void StoreScheduler::Impl::end_removal(Instant now) {
+  constexpr std::uint32_t kMostTries = 4;
+  constexpr std::ptrdiff_t kMostPatient = 64;
+  std::ptrdiff_t patient =
+      std::count_if(condemned.begin(), condemned.end(),
+                    [](const detail::Condemned& one) { return one.again.has_value(); });
+  std::size_t item = 0;
+  for (detail::Condemned& one : condemned) {
+    if (one.again || one.op != removed.op) continue;
+    const ItemStatus status =
+        item < removed.items.size() ? removed.items[item].status : ItemStatus::kFailed;
+    ++item;
+    if (status == ItemStatus::kOk || status == ItemStatus::kMissing) {
+      unloadable.forget(one.tag);
+    } else if (one.patient && status == ItemStatus::kInUse && one.tries < kMostTries &&
+               patient < kMostPatient) {
+      one.again = now + options.purge_settle;
+      ++patient;
+    }
+  }
+  std::erase_if(condemned,
+                [&](const detail::Condemned& one) { return !one.again && one.op == removed.op; });
+}
+
+void StoreScheduler::Impl::remove_again(Instant now) {
+  for (detail::Condemned& one : condemned) {
+    if (one.again || one.tries > 1) unloadable.add(one.tag, now);
+    if (!one.again || now < *one.again) continue;
+    ++one.tries;
+    const auto op = desk.remove({false, false}, now, now + options.lookup_timeout,
+                                [&](KeySlots& keys) { keys.append() = one.key; });
+    if (op) {
+      one.op = *op;
+      one.again.reset();
+    } else {
+      one.again = now + options.purge_settle;
+    }
+  }
+}
+
 void StoreScheduler::Impl::note_mismatches(Load& load, Rank rank,
                                            std::span<const FailedChunk> failed) {
   for (const FailedChunk& chunk : failed) {
@@ -183,13 +223,22 @@ void StoreScheduler::Impl::sort_mismatches(Load& load) {
   found.erase(std::unique(found.begin(), found.end()), found.end());
 }
 
+void StoreScheduler::Impl::forget_saved(const Request& request, std::uint32_t from) {
+  const std::uint32_t unit = aligned(from);
+  if ((unit + step_tokens) / hash_tokens <= hash_count(request))
+    saved_prefixes.forget(tag_at(request, unit));
+  const PromptEnd prompt = end_of(request);
+  if (prompt.proof != 0 && prompt.proof / hash_tokens <= hash_count(request))
+    saved_prefixes.forget(end_tag(request, prompt));
+}
+
 void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
                                              Instant now) {
   constexpr std::size_t kMostEvents = 16;  // the record shall still hold what led here
   std::size_t events = 0;
-  std::vector<std::uint64_t> tags;
+  std::vector<detail::Condemned> going;
   const auto remove = [&](ItemStatus status, bool leased) {
-    tags.clear();
+    going.clear();
     const auto fill = [&](KeySlots& keys) {
       for (const auto& [rank, chunk] : load.mismatches) {
         if (static_cast<ItemStatus>(chunk.status) != status) continue;
@@ -202,18 +251,18 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load&
         // The other ranks' are as they should be, and somebody may be reading them.
         const RankPosition reader = rank_position(rank, projection().parallel());
         schema->append_key(keys, chunk.group, schema->shard_of(chunk.group, reader), hash);
-        tags.push_back(detail::RecentPrefixes::tag_of(hash, chunk.group));
-        const std::uint32_t unit = aligned(first);
-        if ((unit + step_tokens) / hash_tokens <= hash_count(request))
-          saved_prefixes.forget(tag_at(request, unit));
-        const PromptEnd prompt = end_of(request);
-        if (prompt.proof != 0 && prompt.proof / hash_tokens <= hash_count(request))
-          saved_prefixes.forget(end_tag(request, prompt));
+        going.push_back({{},
+                         detail::RecentPrefixes::tag_of(hash, chunk.group),
+                         keys[keys.size() - 1],
+                         !leased});
+        forget_saved(request, first);
       }
     };
     const auto op = desk.remove({false, leased}, now, now + options.lookup_timeout, fill);
-    for (const std::uint64_t tag : tags) {
-      if (op) condemned.emplace_back(*op, tag);
+    for (detail::Condemned& one : going) {
+      if (!op) break;
+      one.op = *op;
+      condemned.push_back(std::move(one));
     }
   };
   if (load.mismatches.empty()) return;

@@ -197,7 +197,7 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   if (it == saves.end()) return;
   Save save = std::move(it->second);
   saves.erase(it);
-  if (options.tell_changes) tell_stored(save, end);
+  if (options.tell_changes) tell_stored(save, end, now);
   counters.save_time.add(now - save.planned_at);
   counters.saved_objects += end.objects;
   counters.duplicate_objects += end.duplicates;
@@ -354,8 +354,7 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   if (!s.may_save() || !index) return;
   if (request != nullptr && (!request->access.save || request->purged)) return;
   const HitGroup& hit_group = s.groups[raw(*index)];
-  const bool known =
-      request != nullptr && tokens > 0 && tokens <= s.hash_count(*request) * s.hash_tokens;
+  const bool known = request != nullptr && tokens > 0 && tokens <= s.named(*request);
   const bool block_ok =
       raw(block) > 0 && static_cast<std::uint32_t>(raw(block)) < s.projection().num_blocks();
   // A state where no hit may end serves none.

@@ -92,6 +92,7 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
       fresh.load_from = request.load_from;
       fresh.load_to = request.load_to;
       fresh.generation = next_generation++;
+      if (request.loading) inherit_load(request, fresh);
       request = std::move(fresh);
       known = 0;
       ++counters.requests_replaced;
@@ -109,6 +110,21 @@ bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes)
                           hashes.data + static_cast<std::size_t>(hashes.count) * hashes.width);
   }
   return true;
+}
+
+// What the load leaves unwritten must not be saved, whatever of it arrives, and only its end ends
+// the wait.
+void StoreScheduler::Impl::inherit_load(Request& request, Request& heir) {
+  for (auto& [job, load] : loads) {
+    const bool own = load.generation == request.generation;
+    if (load.reported || (!own && load.heir != request.generation)) continue;
+    heir.load_from = load.local;
+    heir.load_to = load.hit;
+    heir.loading = true;
+    load.heir = heir.generation;
+    if (own) load.left = std::make_unique<Request>(std::move(request));
+    return;
+  }
 }
 
 // One sequence of marks for each chunk size that `ranges` uses, wide enough for every group of that
@@ -292,9 +308,8 @@ void StoreScheduler::finished(RequestId id, FinishReason how) {
       });
   Request* const request = impl_->find(id);
   if (request == nullptr) return;
-  const std::uint32_t hashed = impl_->hash_count(*request) * impl_->hash_tokens;
   if (impl_->options.saves && request->access.save && !request->purged &&
-      impl_->aligned(std::min(request->accepted, hashed)) > request->planned) {
+      impl_->aligned(impl_->computed(*request)) > request->planned) {
     ++impl_->counters.saves_dropped;
   }
   impl_->flight.add(impl_->last_step_at, FlightKind::kFinished, raw(id));
@@ -319,6 +334,7 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.send_questions(now);
   s.settle(now);
   s.take_removed(now);
+  s.remove_again(now);
   s.advance_purge(now);
   s.begin_plan();
   s.plan_offers(now);
@@ -391,8 +407,16 @@ bool StoreScheduler::report(std::span<const std::byte> bytes, Instant now) {
 void StoreScheduler::rank_gone(Rank rank, Instant now) {
   detail::RecordedCall call(impl_->recorder.get(), RunCall::kRankGone, now,
                             [&](RunWriter w) { w.put(raw(rank)); });
-  impl_->ledger.rank_gone(rank, now);
-  impl_->settle(now);
+  Impl& s = *impl_;
+  if (raw(rank) < s.options.ranks) {
+    // What no worker has yet would reach the one in its place, which holds nothing to be saved, and
+    // whose loads would come into blocks that have been given back.
+    s.drop_offers();
+    for (const JobRecord& unsent : s.plan.jobs) s.fail_everywhere(unsent.id, now);
+    s.plan.clear();
+  }
+  s.ledger.rank_gone(rank, now);
+  s.settle(now);
 }
 
 void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {

@@ -1621,9 +1621,7 @@ class LoadEnd:
         """Blocks that do not hold what they should."""
 
 class StoreChange:
-    """
-    A chunk that every rank has stored, or that a lookup saw and a load no longer found.
-    """
+    """A chunk that every rank has stored, or one that is no longer there."""
 
     @property
     def stored(self) -> bool:
@@ -2238,7 +2236,7 @@ class RankLoads:
 
     def expect(self, plan: bytes | bytearray | memoryview) -> None:
         """
-        Takes in the loads of a plan, before the worker gets it.
+        Takes in the loads of a plan, once the worker has taken it and before its next poll.
 
         Args:
             plan: An encoded plan.

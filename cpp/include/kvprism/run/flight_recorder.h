@@ -14,23 +14,24 @@ namespace kvprism {
 
 // What happened, and what the three numbers of its event are.
 enum class FlightKind : std::uint8_t {
-  kAsked,        // request, tokens from, tokens to
-  kAnswered,     // request, hit in tokens, 1 when the index could not tell
-  kLoad,         // request, job, tokens
-  kSave,         // request, job, tokens up to which
-  kOutcome,      // job, JobOutcome, failed chunks
-  kQuiet,        // job, blocks released
-  kLoadEnd,      // request, job, valid tokens
-  kQuarantine,   // request, job, blocks held
-  kExpired,      // request, job, 0: a rank was silent
-  kMismatch,     // request, group, chunk
-  kRemoved,      // call, objects, 1 when something stayed
-  kPurge,        // PurgeState, objects removed, passes
-  kMode,         // StoreMode
-  kHealth,       // HealthState, reasons
-  kPreempted,    // request
-  kFinished,     // request
-  kReportError,  // reports that could not be used so far
+  kAsked,         // request, tokens from, tokens to
+  kAnswered,      // request, hit in tokens, 1 when the index could not tell
+  kLoad,          // request, job, tokens
+  kSave,          // request, job, tokens up to which
+  kOutcome,       // job, JobOutcome, failed chunks
+  kQuiet,         // job, blocks released
+  kLoadEnd,       // request, job, valid tokens
+  kQuarantine,    // request, job, blocks held
+  kExpired,       // request, job, 0: a rank was silent
+  kMismatch,      // request, group, chunk
+  kRemoved,       // call, objects, 1 when something stayed
+  kPurge,         // PurgeState, objects removed, passes
+  kMode,          // StoreMode
+  kHealth,        // HealthState, reasons
+  kPreempted,     // request
+  kFinished,      // request
+  kReportError,   // reports that could not be used so far
+  kOffersPaused,  // times so far: nothing is offered for a while
 };
 
 KVPRISM_API std::string_view to_string(FlightKind kind) noexcept;

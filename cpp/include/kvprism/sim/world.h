@@ -95,6 +95,9 @@ struct WorldOptions {
   std::uint32_t events = 1000;
   std::uint32_t trace_from = UINT32_MAX;  // the event from which on the trace is kept
   bool silent_corrupt = false;            // lets the store lie, which must be noticed
+  // A kind of fault, as its to_string() has it, that is not raised: of the store, or one of
+  // report lost, plan lost, rank gone, ranks lag, restricted late. "": all are.
+  std::string_view without{};
 };
 
 struct WorldTotals {
@@ -129,6 +132,7 @@ struct WorldResult {
 };
 
 // Runs one seed to its end or to the first broken invariant. The same options give the same result.
+// Throws Error (kInvalidArgument) for a kind that cannot be left out.
 //
 // What must hold after every event, by the word that WorldResult::invariant shows:
 //   memory        computed and loaded bytes are the oracle's; nothing else changes but destinations
@@ -158,7 +162,8 @@ struct WorldResult {
 //   access        nor by a request that may not, from the moment on that it may not
 //   in flight     a put exceeds the limit on bytes in flight only alone
 //   held          no save begins while jobs hold more blocks than they may
-//   event         what the scheduler announces is what reports have said, by its right name
+//   event         what the scheduler announces is what reports have said, or as gone what a lookup
+//                 has not found, by its right name
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
 //   engine        no call makes nonsense of the engine's state

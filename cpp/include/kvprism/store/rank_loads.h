@@ -31,8 +31,8 @@ struct RankLoadEnd {
 // Ownership: copies what it needs. Threads: one at a time.
 class KVPRISM_API RankLoads {
  public:
-  // Takes in the loads of a plan, before the worker gets it. The plan must be checked
-  // (decode_plan).
+  // Takes in the loads of a plan, once the worker has taken it and before its next poll: one of
+  // another epoch forgets all loads before it. The plan must be checked (decode_plan).
   void expect(const StepPlanView& plan);
 
   // Reads the reports that StoreWorker::poll gave, one behind the other, and appends the loads that

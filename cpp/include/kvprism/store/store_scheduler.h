@@ -2,6 +2,9 @@
 // references.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -167,18 +170,42 @@ struct LoadEnd {
   std::vector<FailedBlock> failed;
 };
 
-// A chunk that every rank has stored, or one that is gone: a lookup saw it and a load no longer
-// found it, or found it damaged, for which it is removed.
+// A copy of a hash, of any width that keys take.
+struct HashBytes {
+  std::array<std::uint8_t, kMaxHashWidth> bytes{};
+  std::uint32_t width = 0;
+
+  HashBytes() = default;
+  // At most kMaxHashWidth bytes; of more, the first ones.
+  HashBytes(std::span<const std::uint8_t> hash) noexcept  // NOLINT(google-explicit-constructor)
+      : width(static_cast<std::uint32_t>(std::min(hash.size(), bytes.size()))) {
+    std::copy_n(hash.begin(), width, bytes.begin());
+  }
+  operator std::span<const std::uint8_t>() const noexcept {  // NOLINT(google-explicit-constructor)
+    return std::span(bytes).first(width);
+  }
+  const std::uint8_t* data() const noexcept { return bytes.data(); }
+  std::size_t size() const noexcept { return width; }
+  bool empty() const noexcept { return width == 0; }
+  const std::uint8_t* begin() const noexcept { return bytes.data(); }
+  const std::uint8_t* end() const noexcept { return bytes.data() + width; }
+
+  bool operator==(const HashBytes&) const = default;
+};
+
+// A chunk that every rank has stored, or one that is gone: a load no longer found what a lookup had
+// seen, or found it damaged, for which it is removed; or a lookup no longer found what this
+// scheduler had told as stored, of which it remembers up to 262,144 chunks.
 struct StoreChange {
   bool stored = true;  // false: gone
   RequestId request{};
   GroupId group{};
   std::uint32_t chunk = 0;
-  std::uint32_t tokens = 0;        // of the prefix that ends with it
-  std::vector<std::uint8_t> hash;  // of that prefix
+  std::uint32_t tokens = 0;  // of the prefix that ends with it
+  HashBytes hash{};          // of that prefix
   // Of the prefix before it, which is shorter by a chunk, or by a hash unit where `tokens` ends
   // inside a chunk; empty when there is none.
-  std::vector<std::uint8_t> parent;
+  HashBytes parent{};
 
   bool operator==(const StoreChange&) const = default;
 };
@@ -229,6 +256,8 @@ struct StoreSchedulerCounters {
   std::uint64_t objects_purged = 0;
   std::uint64_t changes_dropped = 0;  // 65,536 others had not been taken
   std::uint64_t bypasses = 0;  // requests that are not looked up again after a failed load (R41)
+  std::uint64_t offers_paused =
+      0;  // times that nothing more was offered for avoid_failed_for (R51)
   LedgerCounters ledger;
 };
 
@@ -268,8 +297,9 @@ class KVPRISM_API StoreScheduler {
   void purge(Instant now);
   PurgeStatus purge_status() const noexcept;
 
-  // Begins the request if it is unknown; call before its first lookup. Only finished() ends the
-  // restriction: an id reused without it keeps it.
+  // Begins the request if it is unknown; call before its first lookup: what a lookup has offered
+  // already is still loaded, as the engine counts on it. Only finished() ends the restriction: an
+  // id reused without it keeps it.
   void restrict(RequestId request, RequestAccess access);
 
   // How many tokens the prompt has, for requests that are not looked up. Where hits may end inside
@@ -322,7 +352,8 @@ class KVPRISM_API StoreScheduler {
   // The worker's process has ended, and its memory is gone with it: of all jobs planned so far it
   // counts as failed and quiet, so that no block waits for it. Never for a process that may live:
   // its calls would go on in blocks that are somebody else's. A worker that takes its place must
-  // get no plan of before.
+  // get no plan of before: what no plan has named yet ends on all ranks, states that were offered
+  // included. What requests have computed is gone on that rank; tell that they were preempted.
   void rank_gone(Rank rank, Instant now);
 
   // Appends and forgets.
