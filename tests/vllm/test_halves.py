@@ -772,7 +772,8 @@ def test_a_plan_that_comes_again_leaves_its_loads_alone(
     writer.close()
     again = engine.request("b", tokens)
     end = time.monotonic() + 60
-    while engine.half.lookup(again, 0)[0] is None:
+    # On a busy machine an answer may come too late, which is a miss.
+    while engine.half.lookup(again, 0)[0] != 4 * BLOCK:
         assert time.monotonic() < end
         engine.step()
     engine.allocate(again, 4 * BLOCK, external=4 * BLOCK)
