@@ -468,6 +468,31 @@ TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
   }
 }
 
+// The next token attends to itself alone, so the engine has no block before it.
+TEST_F(SchedulerTest, OfAWindowOfOneTokenNothingIsLoaded) {
+  build({test::full_group(16), test::window_group(16, 1)});
+  const Hashes hashes(6, 1);
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{1, 2, 3, 4, 5, 6}, {0, 0, 0, 0, 15, 16}});
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  EXPECT_THAT(
+      moves(scheduler->end_step(now), 0),
+      ElementsAre(Move{0, 0, 1, 16}, Move{0, 1, 2, 32}, Move{0, 2, 3, 48}, Move{0, 3, 4, 64}));
+  report(job, JobOutcome::kPartial, true,
+         {{StoreIndex{0}, 3, static_cast<std::uint32_t>(ItemStatus::kMissing)}});
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 48u);
+  // Also where the engine has given it blocks: nobody has written them.
+  const Rows full({{1, 2, 3, 4, 5, 6}, {11, 12, 13, 14, 15, 16}});
+  scheduler->advanced(kRequest, 96, hashes.list());
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), full.get(), now);
+  EXPECT_THAT(moves(scheduler->end_step(now), 0),
+              ElementsAre(Move{0, 3, 4, 64}, Move{0, 4, 5, 80}, Move{0, 5, 6, 96},
+                          Move{1, 3, 14, 64}, Move{1, 4, 15, 80}, Move{1, 5, 16, 96}));
+}
+
 TEST_F(SchedulerTest, ALoadBehindUnsavedLocalTokensLeavesThemToBeSaved) {
   build({test::full_group(16)});
   const Hashes hashes(6, 1);

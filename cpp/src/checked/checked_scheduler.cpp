@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "hit/fetched_chunks.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hit/hit_group.h"
 
@@ -287,7 +288,7 @@ std::optional<JobId> CheckedScheduler::allocated(RequestId request, std::uint32_
     const std::uint32_t end = known.local + external_tokens;
     for (const StoreIndex index : indices<StoreIndex>(projection().num_store_groups())) {
       call.needs_blocks(rows, projection().group(index), end,
-                        load_chunks(state_->hits[raw(index)], end, known.local));
+                        detail::fetched_chunks(state_->hits[raw(index)], end, known.local));
     }
   }
   const std::optional<JobId> job = StoreScheduler::allocated(request, external_tokens, rows, now);

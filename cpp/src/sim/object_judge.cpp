@@ -19,6 +19,14 @@ bool parse_hash(std::string_view text, BlockHash& out) {
 
 std::string number(std::uint64_t value) { return std::to_string(value); }
 
+// The first chunk that must be stored for a hit of `length` tokens: a window of one token needs
+// none, and an object proves the hit all the same, as of a window of a few (D1).
+std::uint32_t first_proving(const GroupModel& group, std::uint32_t length) noexcept {
+  if (group.kind != GroupModel::Kind::kWindow || group.window != 1)
+    return group.first_needed(length);
+  return length == 0 ? 0 : (length - 1) / group.tokens;
+}
+
 }  // namespace
 
 ObjectJudge::ObjectJudge(std::vector<GroupModel> whole, std::vector<std::vector<GroupModel>> stages,
@@ -243,7 +251,7 @@ bool ObjectJudge::lacks_behind(std::size_t stored, const TokenTrail& trail, std:
   if (behind == Behind::kAll && end > most) return true;
   // Of a window that reaches the first token the search aligns before it takes the block off.
   if (behind == Behind::kAll && group.kind == GroupModel::Kind::kWindow &&
-      group.tokens < shape_.step && group.first_needed(end) == 0) {
+      group.tokens < shape_.step && first_proving(group, end) == 0) {
     return true;
   }
   if (chunked && group.first_needed(end) > chunk) return false;
@@ -255,7 +263,7 @@ bool ObjectJudge::lacks(std::size_t stored, const TokenTrail& trail, std::uint32
                         std::uint32_t tokens, std::uint32_t most, Behind behind,
                         std::uint32_t& chunk) const {
   const GroupModel& group = *stored_[stored];
-  for (chunk = group.first_needed(tokens); chunk < group.chunks(tokens); ++chunk) {
+  for (chunk = first_proving(group, tokens); chunk < group.chunks(tokens); ++chunk) {
     if ((chunk + 1) * group.tokens <= local) continue;
     if (!has_chunk(stored, trail, chunk, tokens, most)) return true;
   }

@@ -90,6 +90,7 @@ void WorldRun::count_features() {
     const ResolvedGroup& group = projection_->group(index);
     note(WorldFault::kWrapper, group.specs.size() > 1);
     note(WorldFault::kReplicas, parallel.dcp == 1 && schema_->replicas(index) > 1);
+    note(WorldFault::kShortWindows, group.spec.sliding_window == 1);
     note(WorldFault::kPadded, group.spec.page_size_padded.has_value());
     note(WorldFault::kUnshared, parallel.dcp > 1 && group.spec.dcp_sharded == false);
     note(WorldFault::kExtraStates, objects_.stored_group(raw(index)).extra != 0);

@@ -171,14 +171,17 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
   const std::uint32_t most = known / objects_.alignment() * objects_.alignment();
   for (const auto& missing : objects_.missing(trail, 0, end, most, Behind::kStored)) {
     const GroupModel& group = objects_.groups()[raw(missing.group)];
-    if (group.kind == GroupModel::Kind::kWindow && !asked.windows) continue;
+    const bool window = group.kind == GroupModel::Kind::kWindow;
+    if (window && !asked.windows) continue;
+    // Of a window of one token the engine's own cache keeps no block that could be saved again.
+    if (window && group.window == 1 && (done.prompt == 0 || end <= done.start)) continue;
     // Accepted drafts carry a request past the end of an attention chunk, whose blocks are gone
     // then.
     if (group.kind == GroupModel::Kind::kChunk && config_.engine.draft_tokens != 0) continue;
     // A hit at the end of such a chunk needs nothing of it.
     if (group.kind == GroupModel::Kind::kChunk && end < done.start) continue;
     // And past a window's end by as many, before the step that saves it.
-    if (group.kind == GroupModel::Kind::kWindow && end > done.size &&
+    if (window && end > done.size &&
         missing.chunk < group.first_needed(end + config_.engine.draft_tokens)) {
       continue;
     }

@@ -370,6 +370,15 @@ void retain_windows(SeededRandom random, CacheConfig& config) {
     config.prefix_cache_retention_interval = 0;
 }
 
+// A token that attends to nothing before it.
+void narrow_windows(SeededRandom random, CacheConfig& config) {
+  for (GroupConfig& group : config.groups) {
+    const bool narrow = random.chance(1, 6);
+    if (!narrow || !first_spec(group).sliding_window) continue;
+    change_specs(group, [](CacheSpec& spec) { spec.sliding_window = 1; });
+  }
+}
+
 // A window keeps as much longer as drafts may be accepted at once.
 void allow_drafts(SeededRandom& random, WorldConfig& config) {
   if (!random.chance(1, 3)) return;
@@ -483,6 +492,7 @@ WorldConfig make_world_config(std::uint64_t seed, std::string_view without) {
   add_engine_facts(random, config.cache);
   if (ours) add_prefill_ranks(SeededRandom(seed ^ 0x706370ull), config.cache);
   retain_windows(SeededRandom(seed ^ 0x77696e646f77ull), config.cache);
+  narrow_windows(SeededRandom(seed ^ 0x6e6172726f77ull), config.cache);
   allow_drafts(random, config);
   config.stages = cut_into_stages(random, config.cache);
   config.clean = random.chance(1, 4);

@@ -61,7 +61,8 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "padded",
                                                                "packed",
                                                                "extra states",
-                                                               "kernel blocks"};
+                                                               "kernel blocks",
+                                                               "windows of one token"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";
 }

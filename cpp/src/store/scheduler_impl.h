@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "hit/fetched_chunks.h"
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/hit/prompt_end.h"
 #include "kvprism/hit/reachable_mask.h"
@@ -343,7 +344,8 @@ struct StoreScheduler::Impl {
   // give a window blocks for what no load brings.
   bool is_written(const Request& request, const HitGroup& group, std::uint32_t chunk) const {
     if (request.load_to == 0 || group.rule == HitRule::kPrefix) return true;
-    const std::uint32_t loaded = load_chunks(group, request.load_to, request.load_from).first;
+    const std::uint32_t loaded =
+        detail::fetched_chunks(group, request.load_to, request.load_from).first;
     return chunk < request.load_from / group.chunk_tokens || chunk >= loaded;
   }
 

@@ -50,7 +50,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   ranges.clear();
   const std::vector<std::uint32_t>& tails = request.lookup.tails;
   for (const HitGroup& group : groups) {
-    ChunkRange range = load_chunks(group, hit, local);
+    ChunkRange range = detail::fetched_chunks(group, hit, local);
     range.end = std::min(range.end, hit / group.chunk_tokens);  // a part of a chunk comes by itself
     ranges.push_back(range);
   }
@@ -66,7 +66,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
       }
     }
     const std::uint32_t last = hit / groups[raw(index)].chunk_tokens;
-    if (!load_chunks(groups[raw(index)], hit, local).contains(last)) continue;
+    if (!detail::fetched_chunks(groups[raw(index)], hit, local).contains(last)) continue;
     complete_rows = complete_rows && usable_block(rows, group, last);
     if (complete_rows) add_last_chunk(request, index, rows[group][last]);
   }
@@ -223,7 +223,11 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     // present.
     loaded.reset(groups.size());
     for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-      loaded.set_units(index, load.hit / groups[raw(index)].unit_tokens);
+      const HitGroup& group = groups[raw(index)];
+      const std::uint32_t units = load.hit / group.unit_tokens;
+      loaded.set_units(index, units);
+      for (std::uint32_t unit = 0; unit < units && detail::only_proves(group); ++unit)
+        loaded.mark(index, unit);
     }
     for (const RunRecord& run : load.runs) {
       for (std::uint32_t i = 0; i < run.count; ++i) {

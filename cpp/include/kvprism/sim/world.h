@@ -74,8 +74,9 @@ enum class WorldFault : std::uint8_t {
   kPacked,        // rows and bytes of a position that do not follow from heads and elements
   kExtraStates,   // tables of states with blocks for drafts and checkpoints behind them
   kKernelBlocks,  // blocks of several of the kernel's: once for each engine
+  kShortWindows,  // windows of one token
 };
-inline constexpr std::size_t kNumWorldFaults = 58;
+inline constexpr std::size_t kNumWorldFaults = 59;
 
 inline constexpr std::array<std::string_view, 6> kLayouts{"LBHNC", "LBNHC", "LHBNC",
                                                           "BLHNC", "BLNHC", "BHLNC"};
