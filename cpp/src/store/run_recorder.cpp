@@ -50,25 +50,22 @@ RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
 
 void RunRecorder::flush() noexcept {
   try {
-    if (on() && !sink_.write(sink_.context, buffer_))
-      end("the recording has ended: its sink takes no more");
+    if (on() && !sink_.write(sink_.context, buffer_)) {
+      sink_.write = nullptr;
+      log(LogLevel::kWarning, "the recording has ended: its sink takes no more");
+    }
   } catch (...) {  // of the engine's own: a step must not end the process
-    end("the recording has ended: its sink has thrown");
+    sink_.write = nullptr;
+    log(LogLevel::kWarning, "the recording has ended: its sink has thrown");
   }
   buffer_.clear();
 }
 
-void RunRecorder::ran_out() noexcept { end("the recording has ended: no memory for it"); }
-
-void RunRecorder::end(const char* line) noexcept {
+void RunRecorder::ran_out() noexcept {
   buffer_.clear();
   if (!on()) return;
   sink_.write = nullptr;
-  try {
-    log(LogLevel::kWarning, line);
-  } catch (...) {
-    return;  // no memory for a line either
-  }
+  log(LogLevel::kWarning, "the recording has ended: no memory for it");
 }
 
 RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal) {

@@ -137,7 +137,6 @@ class RunRecorder {
  private:
   void flush() noexcept;
   void ran_out() noexcept;
-  void end(const char* line) noexcept;
 
   RunSink sink_;
   std::vector<std::byte> buffer_;
