@@ -463,6 +463,22 @@ def test_where_a_window_is_computed_anew_hits_end_on_whole_blocks(vllm_config: A
         assert projection.max_hit(200) % aligned == 0
 
 
+def test_beside_a_ring_hits_end_where_it_is_empty(vllm_config: Any) -> None:
+    """It is in no store: behind a hit that ends within it, its rows would be missing."""
+    import dataclasses
+
+    for capacity, aligned in ((32, 32), (64, 64), (8, 32)):
+        ours = config("full", "mamba", "ring")
+        *others, ring = ours.kv_cache_groups
+        for group, size in (*((each, 64) for each in others), (ring, capacity)):
+            spec = dataclasses.replace(group.kv_cache_spec, block_size=size)
+            object.__setattr__(group, "kv_cache_spec", spec)
+        object.__setattr__(ours, "cache_hit_alignment_tokens", 32)
+        projection = cache_config.describe(vllm_config, ours, (64, 32), "").projection
+        assert projection.hit_alignment == aligned, capacity
+        assert projection.max_hit(200) % aligned == 0
+
+
 def test_hashes_that_differ_between_processes_are_refused(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

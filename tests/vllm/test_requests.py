@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import conftest
@@ -10,6 +12,7 @@ import harness
 import pytest
 from harness import LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
+from test_four_ways import BUILTIN, builtin_environment
 
 pytestmark = pytest.mark.xdist_group("requests")
 
@@ -81,6 +84,36 @@ def test_a_prompt_that_is_stored_whole(mooncake: LocalMooncake) -> None:
         assert metrics["vllm:kvprism_loaded_tokens"] == 576
         assert metrics["vllm:kvprism_saved_objects"] == 19
         assert metrics["vllm:kvprism_loads_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    "interval", [64, *(pytest.param(each, marks=pytest.mark.soak) for each in (None, 0))]
+)
+def test_what_is_kept_of_windows_is_what_the_built_in_connector_keeps(
+    mooncake: LocalMooncake, tmp_path: Path, interval: int | None
+) -> None:
+    """Of a prompt that a later one leaves in its middle: how often windows are kept decides."""
+    (prompt,) = harness.prompts(seed=17, prefix=0, suffixes=(608,))
+    left = [*prompt[:360], 7]
+    engine = ENGINE | {"prefix_cache_retention_interval": interval}
+    found = {}
+    for builtin in (True, False):
+        connector = connect(mooncake, cache_prefix=f"kept{interval}", key_schema="vllm")
+        theirs = BUILTIN | {"kv_connector_extra_config": {"cache_prefix": f"theirs{interval}"}}
+        with LiveEngine(
+            conftest.model("gemma3"),
+            engine=engine,
+            connector=theirs if builtin else connector,
+            environment=builtin_environment(mooncake, tmp_path) if builtin else None,
+        ) as running:
+            cold = running.serve([prompt], settle=True)
+            warm = running.serve([left], reset=True)
+            found[builtin] = (cold["hits"], warm["hits"], tokens_of(cold), tokens_of(warm))
+            running.kill(signal.SIGKILL)  # the built-in connector may hang when it is closed
+    assert found[True] == found[False]
+    # Without an interval every window is kept, with 0 the prompt's last one alone.
+    hits = found[False][1]
+    assert {None: hits == 352, 64: 288 < hits <= 352, 0: hits == 0}[interval], hits
 
 
 def test_answers_are_saved_when_asked_for(

@@ -103,6 +103,19 @@ def test_what_the_connector_uses_is_there(version: str) -> None:
     assert missing == []
 
 
+def test_what_the_connector_calls_has_its_parameters(version: str) -> None:
+    from kvprism.vllm.contract import _CALLED
+
+    different = []
+    for module, name, expected in _CALLED:
+        tree: Any = parse(version, module.removeprefix("vllm.").replace(".", "/") + ".py")
+        for part in name.split("."):
+            (tree,) = (each for each in tree.body if getattr(each, "name", "") == part)
+        if parameters(tree) != expected:
+            different.append((name, parameters(tree), expected))
+    assert different == []
+
+
 def test_the_policy_is_read_after_the_connector_was_made(version: str) -> None:
     """The connector sets it in its constructor."""
     (scheduler,) = (
@@ -266,3 +279,24 @@ def test_an_engine_continues_from_the_store(version: str) -> None:
     assert (harness.hits(result), harness.hits(result, 1)) == (0, 2432)
     assert harness.tokens(result) == harness.tokens(result, 1)
     assert result["counters"]["loads_failed"] == result["counters"]["save_chunks_failed"] == 0
+
+
+# With one group vLLM hears of blocks, with two of requests.
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_an_engine_computes_what_a_load_did_not_bring(version: str, name: str) -> None:
+    with harness.patient_mooncake() as mooncake:
+        failing = harness.kvprism_connector(mooncake.master) | {
+            "kv_connector": "SomeRanksFailConnector",
+            "kv_connector_module_path": "faulty",
+        }
+        (result,) = harness.run_engines(
+            conftest.model(name),
+            [Engine(failing, rounds=[harness.prompts()] * 2, reset=True)],
+            engine={"block_size": 32},
+            environment=versions.environment(version) | {"FAILING": "0"},
+        )
+    assert result["version"] == version
+    assert harness.tokens(result, 1) == harness.tokens(result)
+    counters = result["counters"]
+    assert counters["loads"] == counters["loads_failed"] > 0
+    assert {each["finish"] for part in result["rounds"] for each in part["outputs"]} == {"length"}

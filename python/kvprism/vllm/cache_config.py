@@ -309,13 +309,22 @@ def describe(
     return Described(projection, schema, facts, meaning)
 
 
+_RINGS = ("CircularBufferSpec", "KpoolTailSpec")
+
+
 def _hit_alignment(kv_cache_config: Any, scheduler_block_size: int) -> int | None:
     """Of the engine's own cache; the store offers and keeps what it would."""
-    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [each for spec in groups for each in (_layer_specs(spec) or {"": spec}).values()]
     if any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
         # Where the end of a hit is computed anew, vLLM takes whole blocks of what is offered.
         return scheduler_block_size
-    return getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    aligned = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    rings = (spec for spec in specs if type(spec).__name__ in _RINGS)
+    if aligned and any(aligned % ring.block_size for ring in rings):
+        # A ring is not stored, and behind such an end it would have to be half full.
+        return scheduler_block_size
+    return aligned
 
 
 def _need_prefixes(vllm_config: Any, groups: Collection[Any], problems: Problems) -> None:
