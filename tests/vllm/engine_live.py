@@ -38,6 +38,7 @@ def main() -> None:
     llm = LLM(model=task["model"], **arguments)
     if watch:
         llm.collective_rpc("byte_watch_start", args=(watch,))
+    lookups = Lookups(llm)
     answer.write(json.dumps({"started": True}) + "\n")
     for line in sys.stdin:
         if not line.strip():
@@ -49,6 +50,7 @@ def main() -> None:
         parameters = SamplingParams(
             temperature=0.0, max_tokens=order["max_tokens"], ignore_eos=True, logprobs=2
         )
+        lookups.steps.clear()
         at, cpu, refused = time.monotonic(), time.process_time(), 0
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
         if order["salt"]:
@@ -65,6 +67,7 @@ def main() -> None:
             engine_run.settle(llm)
         reply: dict[str, Any] = {
             "seconds": seconds,
+            "steps_of_lookups": lookups.steps,
             "cpu_seconds": cpu_seconds,
             "outputs": [engine_run.describe(output) for output in outputs],
             "hits": engine_run.external_hits(llm) - before,
@@ -86,6 +89,36 @@ def main() -> None:
     answer.write(json.dumps({"ended": True}) + "\n")
 
 
+class Lookups:
+    """In how many steps vLLM was told to ask again, of each request: none waits for an answer."""
+
+    def __init__(self, llm: Any) -> None:
+        self.steps: dict[str, int] = {}
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        self._connector = getattr(getattr(core, "scheduler", None), "connector", None)
+        if self._connector is not None:
+            self._look_up = self._connector.get_num_new_matched_tokens
+            self._connector.get_num_new_matched_tokens = self._counted
+
+    def _counted(self, request: Any, computed: int) -> Any:
+        found = self._look_up(request, computed)
+        if found[0] is None:
+            self.steps[request.request_id] = self.steps.get(request.request_id, 0) + 1
+        return found
+
+
+class Bound:
+    """Of a loop that ends by itself, unless something is wrong."""
+
+    def __init__(self, seconds: float = 300.0) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __bool__(self) -> bool:
+        if time.monotonic() > self._end:
+            raise TimeoutError("a loop has no end")
+        return True
+
+
 def abort(engine: Any, prompts: list[Any], parameters: Any, steps: int) -> None:
     """Aborts requests while they wait, load or run."""
     for number, prompt in enumerate(prompts):
@@ -93,7 +126,8 @@ def abort(engine: Any, prompts: list[Any], parameters: Any, steps: int) -> None:
     for _ in range(steps):
         engine.step()
     engine.abort_request([f"aborted-{number}" for number in range(len(prompts))])
-    while engine.has_unfinished_requests():
+    bound = Bound()
+    while bound and engine.has_unfinished_requests():
         engine.step()
 
 
@@ -107,10 +141,11 @@ def reset_running(llm: Any, prompts: list[Any], parameters: Any) -> tuple[list[A
 
     for number, prompt in enumerate(prompts):
         engine.add_request(f"reset-{number}", prompt, parameters)
-    while not (engine_run.counters(llm) or {})["ledger"]["blocks_held"]:
+    bound = Bound()
+    while bound and not (engine_run.counters(llm) or {})["ledger"]["blocks_held"]:
         step()
     refused = 0
-    while True:
+    while bound:
         try:
             if engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                 break
@@ -118,7 +153,7 @@ def reset_running(llm: Any, prompts: list[Any], parameters: Any) -> tuple[list[A
         except RuntimeError:
             refused += 1
         step()
-    while engine.has_unfinished_requests():
+    while bound and engine.has_unfinished_requests():
         step()
     return [ended[f"reset-{number}"] for number in range(len(prompts))], refused
 

@@ -64,6 +64,14 @@ def test_the_master_goes_and_comes_back(expected: dict[str, Any]) -> None:
         check(warm, expected)
         assert warm["hits"] == 2432
 
+        # A master that says nothing: nobody waits for it, the engine goes on making its steps.
+        assert mooncake._master is not None
+        mooncake._master.send_signal(signal.SIGSTOP)
+        silent = engine.serve(harness.prompts(), reset=True)
+        check(silent, expected)
+        assert silent["counters"]["lookups_late"] >= 1
+        assert max(silent["steps_of_lookups"].values()) > 5, silent["steps_of_lookups"]
+
         mooncake.stop_master()
         without = engine.serve(harness.prompts(), reset=True)
         check(without, expected)
