@@ -20,6 +20,7 @@ import conftest
 import harness
 import pytest
 from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port
+from test_faults import MANY, SMALL_CALLS
 
 BOUND = 600.0  # seconds for a server to come up
 
@@ -58,9 +59,11 @@ def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterato
             process.terminate()
             try:
                 process.wait(60)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as error:
                 process.kill()
                 process.wait()
+                log.seek(0)
+                raise AssertionError(f"it does not end\n{log.read()[-20000:]}") from error
 
 
 def healthy(address: str) -> bool:
@@ -84,15 +87,28 @@ def complete(address: str, prompt: list[int]) -> list[str]:
     return list(content["choices"][0]["logprobs"]["tokens"])
 
 
-def metrics(address: str) -> dict[str, float]:
-    """Our own counters, as Prometheus reads them."""
+def metrics(address: str, beginning: str = "vllm:kvprism_", label: str = "") -> dict[str, float]:
+    """Counters as Prometheus reads them, those of several labels added up.
+
+    Args:
+        address: Of the server.
+        beginning: Of their names.
+        label: Only those that have it.
+    """
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("vllm:kvprism_") and "_created" not in line
-    }
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith(beginning) and "_created" not in line and label in line:
+            name = line.split("{")[0]
+            found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def answered(address: str) -> float:
+    """Requests that came to their end, which an aborted one does not."""
+    found = metrics(address, "vllm:request_success_total", 'finished_reason="length"')
+    return sum(found.values())
 
 
 def test_a_restarted_server_continues_from_the_store() -> None:
@@ -115,6 +131,24 @@ def test_a_restarted_server_continues_from_the_store() -> None:
     # Later prompts find their common beginning in the engine's own cache.
     assert counted["vllm:kvprism_loaded_tokens_total"] == 2432 - 3 * 288
     assert counted["vllm:kvprism_loads_failed_total"] == 0
+
+
+@pytest.mark.soak
+def test_a_server_is_terminated_while_it_saves() -> None:
+    path = conftest.model("llama")
+    asked = harness.prompts(**MANY)
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        slow = harness.kvprism_connector(mooncake.master, **SMALL_CALLS)
+        with server(path, slow) as address, ThreadPoolExecutor(len(asked)) as pool:
+            cold = list(pool.map(lambda prompt: complete(address, prompt), asked))
+            saved = metrics(address).get("vllm:kvprism_saved_objects_total", 0)
+        assert saved < sum(len(prompt) // 32 for prompt in asked)
+        with server(path, harness.kvprism_connector(mooncake.master)) as address:
+            warm = [complete(address, prompt) for prompt in asked]
+            counted = metrics(address)
+    assert warm == cold
+    assert counted["vllm:kvprism_loads_failed_total"] == 0
+    assert counted["vllm:kvprism_loaded_tokens_total"] >= 32 * saved
 
 
 CHATS, ABORTED = 200, 40
@@ -182,6 +216,7 @@ def test_two_hundred_chats_at_once(tmp_path: Path) -> None:
             with server(path, connector, *options) as address:
                 before = metrics(address)
                 assert all_at_once(address) == expected
+                assert CHATS <= answered(address) < CHATS + ABORTED
                 after = metrics(address)
                 found.append({name: after[name] - before.get(name, 0) for name in after})
     cold, warm = found
