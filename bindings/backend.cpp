@@ -418,7 +418,7 @@ Args:
     environment: Variables that Mooncake reads, set before its library is opened for the first time.
     rdma_device_folder: Where RDMA devices are listed.
     setup_timeout_seconds: Bound of the whole set-up.
-    max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for whole regions, else at least 1 MiB.
+    max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for 2 GiB with rdma and whole regions with tcp, else at least 1 MiB.
 
 Returns:
     The store, connected.

@@ -613,7 +613,7 @@ Raises:
             Use(b).with([&](auto& s) { s.take_changes(changes); });
             return changes;
           },
-          R"(What every rank has stored, and what a load no longer found or found damaged, since the last call.
+          R"(What every rank has stored, and what a load no longer found or found damaged, or a lookup no longer found, since the last call.
 
 Returns:
     A list, in order; empty unless `tell_changes` was set.

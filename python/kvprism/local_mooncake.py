@@ -21,6 +21,7 @@ from .mooncake_wheel import InstalledMooncake, find_installed_mooncake
 
 # Below the range from which the kernel gives out ports of its own (R70).
 _FIRST_PORT, _LAST_PORT = 20000, 32000
+_PAUSE_SECONDS = 30.0
 _ATTEMPTS = 5
 
 # The transfer engine would otherwise look for other transports.
@@ -197,11 +198,19 @@ class LocalMooncake:
 
     def pause_storage(self) -> None:
         """Stops the storage process without ending it: its sockets stay open and say nothing."""
-        self._signal_storage(signal.SIGSTOP)
+        _pause(self._storage)
 
     def resume_storage(self) -> None:
         """Lets a paused storage process go on."""
-        self._signal_storage(signal.SIGCONT)
+        _resume(self._storage)
+
+    def pause_master(self) -> None:
+        """Stops the master without ending it: it accepts connections and says nothing."""
+        _pause(self._master)
+
+    def resume_master(self) -> None:
+        """Lets a paused master go on."""
+        _resume(self._master)
 
     def stop_storage(self) -> None:
         """Kills the storage process; the objects in it are gone."""
@@ -299,10 +308,33 @@ class LocalMooncake:
         _end(process, signal.SIGKILL)
         raise LocalMooncakeError(f"{name} {reason}:\n{log.read_text(errors='replace')}")
 
-    def _signal_storage(self, number: signal.Signals) -> None:
-        if self._storage is None:
-            raise LocalMooncakeError("there is no storage process")
-        self._storage.send_signal(number)
+
+def _running(process: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes]:
+    if process is None:
+        raise LocalMooncakeError("there is no such process")
+    return process
+
+
+def _pause(process: subprocess.Popen[bytes] | None) -> None:
+    """Returns when all its threads have stopped: on a busy machine some run on for a while."""
+    process = _running(process)
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + _PAUSE_SECONDS
+    while not all(_has_stopped(task) for task in Path(f"/proc/{process.pid}/task").iterdir()):
+        if time.monotonic() > end:
+            raise LocalMooncakeError(f"process {process.pid} has not stopped")
+        time.sleep(0.001)
+
+
+def _has_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text(encoding="ascii").rpartition(") ")[2][0] in "TtZX"
+    except OSError:
+        return True  # it has ended
+
+
+def _resume(process: subprocess.Popen[bytes] | None) -> None:
+    _running(process).send_signal(signal.SIGCONT)
 
 
 def _end(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:

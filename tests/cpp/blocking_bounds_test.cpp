@@ -165,10 +165,14 @@ TEST(BlockingStore, RegistrationHasABound) {
   ASSERT_TRUE(eventually([&] { return store.counters().replacements == 1; }));
   EXPECT_TRUE(script->regions_of(1).empty());
   hang = false;
-  store.add_region(region);
-  EXPECT_EQ(script->regions_of(1), std::vector<Region>{region});
+  std::array<std::byte, 32> other{};
+  const Region second{other.data(), other.size(), -1};
+  store.add_region(second);
+  EXPECT_EQ(script->regions_of(1), std::vector<Region>{second});
+  EXPECT_EQ(store.close_store(kvprism::seconds(1)).unquiet, 2u) << "it may have the first one";
   gate->open();
   EXPECT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
+  EXPECT_EQ(store.close_store(kvprism::seconds(10)).unquiet, 0u);
 }
 
 TEST(BlockingStore, RemovalOfARegionHasABound) {
@@ -184,6 +188,7 @@ TEST(BlockingStore, RemovalOfARegionHasABound) {
       message_of([&] { store.remove_region({memory.data(), memory.size(), -1}); });
   EXPECT_NE(why.find("an end of unregistering memory within 50 ms"), std::string::npos) << why;
   EXPECT_EQ(store.counters().retired_now, 1u);
+  EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 1u) << "it may still have it";
   gate->open();
   EXPECT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
 }
@@ -256,7 +261,7 @@ TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
     EXPECT_EQ(lines.awaited("no store client, trying on: it was not made within 1000 ms").size(),
               1u);
     if (registering) {
-      EXPECT_EQ(store.close_store(kvprism::milliseconds(1)).unquiet, 2u)
+      EXPECT_EQ(store.close_store(kvprism::seconds(2)).unquiet, 2u)
           << "the one that was given up may have them";
     }
     gate->open();

@@ -526,11 +526,15 @@ TEST_F(PurgeTest, AnObjectOfAnotherSizeThatHasGoneIsBelievedAgain) {
   report(load, JobOutcome::kPartial, true, {failed(0, 0, ItemStatus::kSizeMismatch)});
   store->end_removal({ItemStatus::kInUse, 0});
   scheduler->end_step(now);
+  // Somebody computes it meanwhile, and what is put meets the wrong object.
+  report(save(RequestId{10}), JobOutcome::kOk, true);
   now = now + seconds(12);
   scheduler->end_step(now);
   store->end_removal({ItemStatus::kOk, 1});
   scheduler->end_step(now);
   EXPECT_EQ(scheduler->counters().objects_removed, 1u);
+  scheduler->advanced(RequestId{11}, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(RequestId{11}, now), (TokenRange{0, 64})) << "nothing is there";
   EXPECT_EQ(offered(RequestId{9}), 64u) << "whatever is there now is another object";
 }
 

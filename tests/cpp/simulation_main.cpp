@@ -92,8 +92,9 @@ void print_failure(const WorldResult& result, std::uint64_t seed, const Argument
   again.without = arguments.without;
   again.trace_from = arguments.trace || result.failed_at < 50 ? 0 : result.failed_at - 50;
   for (const std::string& line : kvprism::sim::run_world(again).trace) fmt::print("  {}\n", line);
-  fmt::print("  rerun: kvprism_simulation --first-seed {} --seeds 1 --events {} --trace\n", seed,
-             arguments.events);
+  fmt::print("  rerun: kvprism_simulation --first-seed {} --seeds 1 --events {} --trace{}\n", seed,
+             arguments.events,
+             arguments.without.empty() ? "" : fmt::format(" --without \"{}\"", arguments.without));
 }
 
 // One row per kind. False when a kind never fired.

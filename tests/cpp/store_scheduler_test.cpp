@@ -167,6 +167,10 @@ TEST_F(SchedulerTest, WhatNoPlanHasNamedYetEndsWithARankThatIsGone) {
     EXPECT_TRUE(ends[0].blocks_quiet);
     EXPECT_THAT(scheduler->end_step(now).jobs, IsEmpty());
     EXPECT_EQ(scheduler->counters().ledger.alive, 0u);
+    // Computed anew it is saved at once: the store has not refused it.
+    scheduler->preempted(saving);
+    scheduler->advanced(saving, 32, others.list());
+    EXPECT_EQ(scheduler->wants_save(saving, now), (TokenRange{0, 32}));
     // What is planned from now on is for the worker in its place.
     const Hashes fresh(5, 3);
     scheduler->advanced(RequestId{9}, 32, fresh.list());

@@ -223,7 +223,10 @@ def dies_without(program: Path, mutant: Mutant, seeds: int, limit: float) -> str
     """What finds the mistake in the same worlds where its kind of fault is left out, or ""."""
     command = [str(program), "--mutant", str(mutant.number), "--seeds", str(seeds)]
     command += ["--stop-at-first", "--without", mutant.only]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no end within {limit:.0f} s"
     found = FAILED.search(result.stdout)
     if found is None and result.returncode != 0:
         fail(f"{mutant.id}: {result.stdout[-1000:]}{result.stderr[-1000:]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,13 +25,11 @@ def prompt(number: int) -> list[int]:
 @contextmanager
 def pause_master(mooncake: LocalMooncake) -> Iterator[None]:
     """The master accepts connections and says nothing."""
-    master = mooncake._master
-    assert master is not None
-    master.send_signal(signal.SIGSTOP)
+    mooncake.pause_master()
     try:
         yield
     finally:
-        master.send_signal(signal.SIGCONT)
+        mooncake.resume_master()
 
 
 class Engine(Rank):

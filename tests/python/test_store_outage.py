@@ -39,7 +39,7 @@ def test_a_storage_process_that_dies_costs_loads_and_nothing_else() -> None:
 
 def test_where_one_of_two_storage_processes_dies_few_loads_find_out() -> None:
     """Prompts of one block lie on either of them, and the master believes in both (R51)."""
-    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+    with LocalMooncake(storage_bytes=64 << 20, master_flags={"client_ttl": 120}) as mooncake:
         other = Child("lend", mooncake.master)
         try:
             other.says("lent")

@@ -65,8 +65,7 @@ def test_the_master_goes_and_comes_back(expected: dict[str, Any]) -> None:
         assert warm["hits"] == 2432
 
         # A master that says nothing: nobody waits for it, the engine goes on making its steps.
-        assert mooncake._master is not None
-        mooncake._master.send_signal(signal.SIGSTOP)
+        mooncake.pause_master()
         silent = engine.serve(harness.prompts(), reset=True)
         check(silent, expected)
         assert silent["counters"]["lookups_late"] >= 1

@@ -333,7 +333,9 @@ def test_what_changes_the_bytes_changes_the_keys(vllm_config: Any, name: str) ->
     assert len(set(seen)) == len(seen)
 
 
-def test_what_does_not_change_the_bytes_leaves_the_keys_alone(vllm_config: Any) -> None:
+def test_what_does_not_change_the_bytes_leaves_the_keys_alone(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     media, drafts, adapters = "MultiModalConfig", "SpeculativeConfig", "LoRAConfig"
     plain = fingerprint(vllm_config)
     assert fingerprint(vllm_config, media, mm_processor_kwargs={}, media_io_kwargs={}) == plain
@@ -350,7 +352,10 @@ def test_what_does_not_change_the_bytes_leaves_the_keys_alone(vllm_config: Any) 
     grows = copy.copy(vllm_config)
     grows.parallel_config = copy.copy(vllm_config.parallel_config)
     object.__setattr__(grows.parallel_config, "enable_elastic_ep", True)
+    assert fingerprint(grows, "LoadConfig", load_format="dummy") != plain
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
     assert fingerprint(grows, "LoadConfig", load_format="dummy") == plain
+    assert fingerprint(vllm_config, "LoadConfig", load_format="dummy") != plain
 
 
 def test_options_that_matter_beside_another(vllm_config: Any) -> None:

@@ -550,15 +550,16 @@ def test_loads_of_before_a_second_registration_are_told_once(
     _, make_worker = roles(one_stage(), mooncake.master, "KVPrismConnector")
     worker = make_worker(groups, 0)
     init_none_hash(halves._hash)
-    engine = halves.Engine(mooncake, worker._describe())
+    engine = halves.Engine(mooncake, worker._describe(), lookup_timeout_seconds=60)
     tokens = [31, *halves.TOKENS[1:]]
 
     def loading(name: str) -> Any:
         request = engine.request(name, tokens)
         end = time.monotonic() + 60
-        while engine.half.lookup(request, 0)[0] is None:
+        while (found := engine.half.lookup(request, 0)[0]) is None:
             assert time.monotonic() < end
             engine.step()
+        assert found == 4 * halves.BLOCK
         engine.allocate(request, 4 * halves.BLOCK, external=4 * halves.BLOCK)
         return engine.step()
 

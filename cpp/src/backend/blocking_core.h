@@ -131,7 +131,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
 
   mutable std::mutex mutex;  // guards everything below
   detail::RegionTable regions;
-  std::vector<Region> unreleased;  // of the closed side: a client may still have them
+  std::vector<Region> unreleased;  // no longer the engine's, and perhaps still a client's
   bool regions_busy = false;       // somebody registers or unregisters, without the mutex
   std::condition_variable care_wakes;
   std::array<std::condition_variable, detail::kKinds> lane_wakes;
@@ -218,6 +218,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // Runs the native call on a thread of its own. Null: it is done.
   std::exception_ptr change_region(Lock& lock, std::shared_ptr<Generation> generation,
                                    const Region& region, bool add, TimePoint end);
+  // The same with the present client; a region that it may keep is remembered as unreleased.
+  std::exception_ptr change_present(Lock& lock, const Region& region, bool add, TimePoint end);
 
   // ---- lanes ----
 

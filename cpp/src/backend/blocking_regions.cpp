@@ -77,6 +77,16 @@ std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
            "the memory must stay mapped until the client is gone (retired_now is 0)"));
 }
 
+std::exception_ptr BlockingStore::Core::change_present(Lock& lock, const Region& region, bool add,
+                                                       TimePoint end) {
+  const std::shared_ptr<Generation> client = current;
+  unreleased.reserve(unreleased.size() + 1);
+  std::exception_ptr error = change_region(lock, client, region, add, end);
+  // Given up in the middle of it: it may have the region for as long as it is there.
+  if (error != nullptr && client != current) unreleased.push_back(region);
+  return error;
+}
+
 std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
   // From here on no client is given them.
   unreleased.reserve(unreleased.size() + regions.regions().size());
@@ -89,7 +99,8 @@ std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
   // A client that is slow at this is given up; one that a short budget cuts off is not.
   const TimePoint limit = std::max(end, after(Clock::now(), milliseconds(500)));
   std::vector<Region> left;  // with the present client
-  for (const Region& region : unreleased) {
+  // A copy: without the mutex others may come here too.
+  for (const Region& region : std::vector<Region>(unreleased)) {
     const std::shared_ptr<Generation> client = current;
     if (client == nullptr) break;
     const bool failed = change_region(lock, client, region, false, limit) != nullptr;
@@ -129,7 +140,7 @@ void BlockingStore::add_region(const Region& region) {
         break;
       case RegionTable::Fit::kNew:
         if (core.current == nullptr) refuse(ErrorCode::kUnavailable, "a usable client");
-        error = core.change_region(lock, core.current, region, true, end);
+        error = core.change_present(lock, region, true, end);
         if (error == nullptr) core.regions.insert(region);
         break;
     }
@@ -147,13 +158,12 @@ void BlockingStore::remove_region(const Region& region) {
   Lock lock(core.mutex);
   const bool known = core.regions.erase(region);  // also where the rest takes too long
   if (!core.begin_regions(lock, end)) {
+    if (known) core.unreleased.push_back(region);
     throw late(region, "an end of another registration, of a new client perhaps,",
                core.options.region_timeout, "the service accepts connections but does not answer");
   }
   std::exception_ptr error;
-  if (known && core.current != nullptr) {
-    error = core.change_region(lock, core.current, region, false, end);
-  }
+  if (known && core.current != nullptr) error = core.change_present(lock, region, false, end);
   core.end_regions();
   if (error != nullptr) std::rethrow_exception(error);
 }

@@ -166,9 +166,10 @@ void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Ins
     idle_batches_.push_back(std::move(batch));
     for (Asked& one : asked) {
       const Question& question = one.question;
-      answer(one, {},
-             answers.emplace_back(
-                 Answer{question.request, question.serial, question.local, 0, false, {}}));
+      Answer& mine = answers.emplace_back(
+          Answer{question.request, question.serial, question.local, 0, false, {}});
+      mine.asked = false;
+      answer(one, {}, mine);
     }
     return;
   }

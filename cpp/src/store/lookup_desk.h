@@ -63,6 +63,7 @@ struct Answer {
   std::vector<PrefixEnd> gone{};  // what some rank's object is missing of, if the desk is to say so
   // Not null: the question must be asked again, with it; until then the rest is what is proven.
   std::unique_ptr<const FirstRound> first_round = nullptr;
+  bool asked = true;  // false: all that could be asked for is avoided, so nobody was
 };
 
 // What has become of a removal.

@@ -83,10 +83,15 @@ struct Load {
   std::unique_ptr<Request> left{};  // its request, which has finished first: it names the objects
 };
 
+// Of the prefixes that a chunk belongs to, among those saved lately: the scheduler block's and the
+// prompt's end. 0: none.
+using SavedTags = std::array<std::uint64_t, 2>;
+
 // One rank's object that is to go.
 struct Condemned {
   OpId op{};              // of its removal
   std::uint64_t tag = 0;  // of its chunk: once it is gone, a new one may be believed
+  SavedTags saved;        // and whoever computes it saves it: what was put meanwhile met this one
   std::string key;
   bool patient = false;  // stays while somebody has a lease on it, and is tried again
   std::uint32_t tries = 1;
@@ -428,7 +433,8 @@ struct StoreScheduler::Impl {
   // Once all ranks have told theirs.
   static void sort_mismatches(Load& load);
   // Whoever computes the chunk that begins at `from` tokens saves it, whoever has saved it before.
-  void forget_saved(const Request& request, std::uint32_t from);
+  void forget_saved(const detail::SavedTags& tags);
+  detail::SavedTags saved_tags(const Request& request, std::uint32_t from);
   // Objects that no save could replace are taken away.
   void remove_mismatched(const Request& request, const Load& load, Instant now);
   void remember_saved(const Save& save, const JobEvent& end, Instant now);

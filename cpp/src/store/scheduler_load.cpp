@@ -157,7 +157,7 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
   for (const FailedChunk& chunk : end.failed) {
     const ItemStatus status = finding(load, chunk);
     if (status == ItemStatus::kMissing)
-      forget_saved(*request, chunk.chunk * groups[raw(chunk.group)].chunk_tokens);
+      forget_saved(saved_tags(*request, chunk.chunk * groups[raw(chunk.group)].chunk_tokens));
     // The next lookup sees by itself what is not there.
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) continue;
     const bool cut_off = status == ItemStatus::kUnavailable || status == ItemStatus::kCancelled;
@@ -199,7 +199,9 @@ void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end
   }
   unreached_loads = std::min(unreached_loads + kFailure, kMost);
   if (unreached_loads < kMost) return;
+  const bool paused = now < offers_again;  // loads that were under way
   offers_again = now + options.avoid_failed_for;
+  if (paused) return;
   ++counters.offers_paused;
   flight.add(now, FlightKind::kOffersPaused, counters.offers_paused);
 }

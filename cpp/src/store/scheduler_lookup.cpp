@@ -30,7 +30,7 @@ void StoreScheduler::Impl::take_answers(Instant now) {
   for (detail::Answer& answer : answers) {
     Request* const request = find(answer.request);
     if (answer.failed) ++counters.lookups_failed;
-    lookups_fail = answer.failed;
+    if (answer.asked) lookups_fail = answer.failed;
     const bool awaited = request != nullptr && request->lookup.serial == answer.serial &&
                          request->lookup.state == LookupState::kInFlight;
     // In another mode by now, or restricted, the store is not asked again: what is proven stands.

@@ -13,6 +13,9 @@ using detail::Load;
 using detail::LookupState;
 using detail::Request;
 
+// Of a removal, for as long as somebody has a lease on the object or the index refuses.
+constexpr std::uint32_t kMostTries = 4;
+
 std::string_view to_string(PurgeState state) noexcept {
   switch (state) {
     case PurgeState::kNone:
@@ -163,7 +166,6 @@ void StoreScheduler::Impl::take_removed(Instant now) {
 // Of single objects. What a load has read, somebody has a lease on: for as long as it lasts the
 // store keeps the object.
 void StoreScheduler::Impl::end_removal(Instant now) {
-  constexpr std::uint32_t kMostTries = 4;
   constexpr std::ptrdiff_t kMostPatient = 64;
   std::ptrdiff_t patient =
       std::count_if(condemned.begin(), condemned.end(),
@@ -176,6 +178,7 @@ void StoreScheduler::Impl::end_removal(Instant now) {
     ++item;
     if (status == ItemStatus::kOk || status == ItemStatus::kMissing) {
       unloadable.forget(one.tag);
+      forget_saved(one.saved);
     } else if (one.patient && status == ItemStatus::kInUse && one.tries < kMostTries &&
                patient < kMostPatient) {
       one.again = now + options.purge_settle;
@@ -187,6 +190,9 @@ void StoreScheduler::Impl::end_removal(Instant now) {
 }
 
 void StoreScheduler::Impl::remove_again(Instant now) {
+  std::erase_if(condemned, [](const detail::Condemned& one) {
+    return one.again.has_value() && one.tries >= kMostTries;  // the index refused the last one
+  });
   for (detail::Condemned& one : condemned) {
     if (one.again || one.tries > 1) unloadable.add(one.tag, now);
     if (!one.again || now < *one.again) continue;
@@ -223,13 +229,20 @@ void StoreScheduler::Impl::sort_mismatches(Load& load) {
   found.erase(std::unique(found.begin(), found.end()), found.end());
 }
 
-void StoreScheduler::Impl::forget_saved(const Request& request, std::uint32_t from) {
+detail::SavedTags StoreScheduler::Impl::saved_tags(const Request& request, std::uint32_t from) {
+  detail::SavedTags tags{};
   const std::uint32_t unit = aligned(from);
-  if ((unit + step_tokens) / hash_tokens <= hash_count(request))
-    saved_prefixes.forget(tag_at(request, unit));
+  if ((unit + step_tokens) / hash_tokens <= hash_count(request)) tags[0] = tag_at(request, unit);
   const PromptEnd prompt = end_of(request);
   if (prompt.proof != 0 && prompt.proof / hash_tokens <= hash_count(request))
-    saved_prefixes.forget(end_tag(request, prompt));
+    tags[1] = end_tag(request, prompt);
+  return tags;
+}
+
+void StoreScheduler::Impl::forget_saved(const detail::SavedTags& tags) {
+  for (const std::uint64_t tag : tags) {
+    if (tag != 0) saved_prefixes.forget(tag);
+  }
 }
 
 void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load& load,
@@ -253,9 +266,10 @@ void StoreScheduler::Impl::remove_mismatched(const Request& request, const Load&
         schema->append_key(keys, chunk.group, schema->shard_of(chunk.group, reader), hash);
         going.push_back({{},
                          detail::RecentPrefixes::tag_of(hash, chunk.group),
+                         saved_tags(request, first),
                          keys[keys.size() - 1],
                          !leased});
-        forget_saved(request, first);
+        forget_saved(going.back().saved);
       }
     };
     const auto op = desk.remove({false, leased}, now, now + options.lookup_timeout, fill);

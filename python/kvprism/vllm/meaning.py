@@ -198,8 +198,11 @@ def _loaded(vllm_config: Any, load: Any, model: Any) -> dict[str, Any] | None:
     """What becomes of the weights on the way from their file."""
     found = _chosen(model, "model_weights", "quantization_config") or {}
     # Other formats read the same weights. A worker that joins an engine writes "dummy" here, and
-    # then gets the weights of the others.
-    joins = vllm_config.parallel_config.enable_elastic_ep
+    # then gets the weights of the others: vLLM marks its process.
+    joins = (
+        vllm_config.parallel_config.enable_elastic_ep
+        and os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH") == "1"
+    )
     if getattr(load, "load_format", None) == "dummy" and not joins:
         found["load_format"] = "dummy"
     return found or None

@@ -473,8 +473,11 @@ class SchedulerSide:
         """Removes this model's objects; the store is not used before that is done."""
         self._stirred = True
         self._purging = True
-        # vLLM's own cache is as empty, and such a request goes on filling it.
-        self._cache_misnamed = any(tracked.misnamed for tracked in self._requests.values())
+        # vLLM empties its own cache only if nobody has a block, and such a request fills it again.
+        pool = self._pool
+        kept = pool is not None and pool.get_num_free_blocks() + 1 != pool.num_gpu_blocks
+        misnamed = any(tracked.misnamed for tracked in self._requests.values())
+        self._cache_misnamed = self._cache_misnamed and (kept or misnamed)
         waiting = set(self._loading.values())
         for request_id, tracked in self._requests.items():
             computed = tracked.request.num_computed_tokens

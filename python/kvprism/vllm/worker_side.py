@@ -191,8 +191,11 @@ class WorkerSide:
                 if left <= 0:
                     break
                 self._take(self._worker.wait(min(left, 0.1)))
+        except BaseException:
+            # SIGTERM, from vLLM, which has a bound of its own: SIGKILL follows after some seconds.
+            end = min(end, time.monotonic() + 2.0)
+            raise
         finally:
-            # Also when vLLM, which has a bound of its own, ends the wait with SIGTERM.
             self._unquiet = self._worker.close(max(0.5, end - time.monotonic()))
         self._take(self._worker.poll())
         if self._unquiet:

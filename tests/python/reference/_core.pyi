@@ -1421,7 +1421,7 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         environment: Variables that Mooncake reads, set before its library is opened for the first time.
         rdma_device_folder: Where RDMA devices are listed.
         setup_timeout_seconds: Bound of the whole set-up.
-        max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for whole regions, else at least 1 MiB.
+        max_region_bytes: Memory is registered in pieces of at most so many bytes; 0 for 2 GiB with rdma and whole regions with tcp, else at least 1 MiB.
 
     Returns:
         The store, connected.
@@ -1990,7 +1990,7 @@ class StoreScheduler:
 
     def take_changes(self) -> list[StoreChange]:
         """
-        What every rank has stored, and what a load no longer found or found damaged, since the last call.
+        What every rank has stored, and what a load no longer found or found damaged, or a lookup no longer found, since the last call.
 
         Returns:
             A list, in order; empty unless `tell_changes` was set.
