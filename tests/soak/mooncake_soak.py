@@ -134,6 +134,7 @@ def run(requests: int, pool_mib: int, seed: int, budget_seconds: float) -> dict[
             load_timeout_seconds=1.0,
             save_timeout_seconds=1.0,
             saved_fresh_for_seconds=1.0,
+            avoid_failed_for_seconds=0.2,  # a call that hangs fails many loads: offers pause
             backoff_seconds=0.2,
         )
         memory = sim.SimMemory(projection)

@@ -6,6 +6,9 @@ begin with computed tokens, and now and then at those that run: the bytes must b
 has left under those tokens, here or in an engine whose notes were read. Blocks are filled with a
 pattern when they are handed out anew, so whatever is read or stored unwritten shows. It knows
 nothing of kvprism but which blocks a plan loads into.
+
+Where hits may end inside a block, a loaded block that ends one holds what some pass has left of
+that block with at least the hit's tokens in it: what lies behind those is the writer's own.
 """
 
 from __future__ import annotations
@@ -62,6 +65,22 @@ class _Group:
             )
         )
 
+    def tails(self, table: list[int], end: int, unit: int) -> Iterator[tuple[int, int, bytes]]:
+        """Layer, last position of a prefix and digest of the block in which a pass has ended, for
+        each prefix that may end inside it."""
+        if self.kind == "CircularBufferSpec" or unit >= self.block_size:
+            return
+        at = (end - 1) // self.block_size
+        first = at * self.block_size
+        prefixes = range(first + unit, end + 1, unit)
+        if self.kind == "MambaSpec":  # a state is valid at its end alone
+            prefixes = range(end, end + (end % unit == 0))
+        if table[at] and prefixes:
+            for layer, (_, cache) in enumerate(self.layers):
+                digest = self.digest(cache, table[at])
+                for prefix in prefixes:
+                    yield layer, prefix - 1, digest
+
     def digests(self, table: list[int], first: int, end: int) -> Iterator[tuple[int, int, bytes]]:
         """Layer, last position and digest of each block that is complete within (first, end].
 
@@ -110,8 +129,12 @@ class _Watch:
             for number, group in enumerate(config.kv_cache_groups)
         ]
         self.requests: dict[str, _Request] = {}
-        self.known: dict[tuple[bytes, int, int], set[bytes]] = {}
-        self.counts = {"written": 0, "compared": 0, "again": 0, "filled": 0, "wrong": 0}
+        # Tokens, group, layer and "block" or "tail".
+        self.known: dict[tuple[bytes, int, int, str], set[bytes]] = {}
+        self.unit = getattr(config, "hash_block_size", None) or 1 << 30
+        self.loaded: set[int] = set()  # destinations that nobody else was given since
+        kinds = ("written", "compared", "again", "tails", "filled", "wrong")
+        self.counts = dict.fromkeys(kinds, 0)
         self.wrong: list[str] = []
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self.execute_model, self.sample_tokens
@@ -167,6 +190,7 @@ class _Watch:
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
             self._begin(new.req_id, request, new.block_ids, new.num_computed_tokens)
+            self._compare_tails(new.req_id, request, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for name, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -174,6 +198,7 @@ class _Watch:
             request = self.requests[name]
             if name in cached.resumed_req_ids:
                 self._begin(name, request, blocks, computed)
+                self._compare_tails(name, request, computed, output)
                 continue
             for group, table, more in zip(
                 self.groups, request.tables, blocks or [[]] * len(self.groups), strict=True
@@ -199,6 +224,7 @@ class _Watch:
         if block:
             group.fill(block)
             self.counts["filled"] += 1
+            self.loaded.discard(block)
 
     def _fill_destinations(self, metadata: Any) -> None:
         from kvprism import StepPlan
@@ -210,22 +236,43 @@ class _Watch:
                 for group in self.groups:
                     group.fill(block)
                 self.counts["filled"] += 1
+                self.loaded.add(block)
 
     def _compare(self, name: str, request: _Request, computed: int, what: str) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
             for layer, position, digest in group.digests(table, 0, computed):
                 if position >= len(request.chain) or request.chain[position] in self._now:
                     continue
-                self.counts[what] += 1
-                key = (request.chain[position], group.number, layer)
-                if digest not in self.known.get(key, ()):
-                    self.counts["wrong"] += 1
-                    if len(self.wrong) < SHOWN:
-                        state = "other bytes" if key in self.known else "never computed"
-                        self.wrong.append(
-                            f"rank {self.rank}, {what}, request {name}, group {group.number}, "
-                            f"{group.layers[layer][0]}, block to {position} of {computed}: {state}"
-                        )
+                key = (request.chain[position], group.number, layer, "block")
+                self._look(key, digest, what, f"{name}, block to {position} of {computed}")
+
+    def _compare_tails(self, name: str, request: _Request, computed: int, output: Any) -> None:
+        """Of a request that begins inside a block, which was loaded and perhaps is copied next."""
+        sources = {each[1]: each[0] for each in output.kv_cache_block_copies or ()}
+        for group, table in zip(self.groups, request.tables, strict=True):
+            if group.kind == "CircularBufferSpec" or computed % group.block_size == 0:
+                continue
+            block = table[computed // group.block_size]
+            block = sources.get(block, block)
+            if block not in self.loaded:
+                continue
+            for layer, (_, cache) in enumerate(group.layers):
+                key = (request.chain[computed - 1], group.number, layer, "tail")
+                digest = group.digest(cache, block)
+                self._look(key, digest, "tails", f"{name}, block that {computed} tokens end in")
+
+    def _look(self, key: tuple[bytes, int, int, str], digest: bytes, what: str, place: str) -> None:
+        self.counts[what] += 1
+        if digest in self.known.get(key, ()):
+            return
+        self.counts["wrong"] += 1
+        if len(self.wrong) < SHOWN:
+            _, number, layer, _ = key
+            state = "other bytes" if key in self.known else "never computed"
+            self.wrong.append(
+                f"rank {self.rank}, {what}, request {place}, group {number}, "
+                f"{self.groups[number].layers[layer][0]}: {state}"
+            )
 
     @staticmethod
     def _computed(output: Any) -> dict[str, int]:
@@ -238,11 +285,15 @@ class _Watch:
             request = self.requests[name]
             end = request.valid = first + output.num_scheduled_tokens[name]
             for group, table in zip(self.groups, request.tables, strict=True):
-                for layer, position, digest in group.digests(table, first, end):
-                    if position < len(request.chain):
-                        key = (request.chain[position], group.number, layer)
-                        self.known.setdefault(key, set()).add(digest)
-                        self.counts["written"] += 1
+                for kind, found in (
+                    ("block", group.digests(table, first, end)),
+                    ("tail", group.tails(table, end, self.unit)),
+                ):
+                    for layer, position, digest in found:
+                        if position < len(request.chain):
+                            key = (request.chain[position], group.number, layer, kind)
+                            self.known.setdefault(key, set()).add(digest)
+                            self.counts["written"] += kind == "block"
 
 
 class ByteWatch:

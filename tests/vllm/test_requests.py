@@ -192,3 +192,22 @@ def test_answers_with_drafts_are_saved_and_found(mooncake: LocalMooncake) -> Non
     # The last token of an answer is never computed.
     assert warm["hits"] == sum((len(turn) - 2) // 32 * 32 for turn in turns)
     assert warm["counters"]["loads_failed"] == 0
+
+
+@pytest.mark.soak
+def test_answers_with_a_draft_model_are_saved_and_found(mooncake: LocalMooncake) -> None:
+    """Its cache lies beside the target's, and is stored with it."""
+    drafts = {"model": str(conftest.model("llama")), "num_speculative_tokens": 3}
+    engine = ENGINE | {"speculative_config": drafts | {"method": "draft_model"}}
+    path = conftest.model("llama8")
+    asked = harness.prompts(seed=61)
+    with LiveEngine(path, engine=engine) as running:
+        plain = tokens_of(running.serve(asked, max_tokens=LENGTH))
+    connector = connect(mooncake, cache_prefix="drafting")
+    with LiveEngine(path, engine=engine, connector=connector) as running:
+        cold = running.serve(asked, max_tokens=LENGTH, settle=True)
+        warm = running.serve(asked, max_tokens=LENGTH, reset=True)
+    assert tokens_of(cold) == tokens_of(warm) == plain
+    assert warm["drafted"] > 0, "of random weights hardly any is accepted"
+    assert warm["hits"] > 2000
+    assert warm["counters"]["loads_failed"] == 0
