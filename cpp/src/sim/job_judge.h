@@ -46,6 +46,8 @@ class JobJudge final : public EngineObserver {
   std::optional<RequestId> asking_request() const;
   // Workers answer for every job of the scheduler's; else for none before their first.
   void answer_for_all(bool all) noexcept { answer_for_all_ = all; }
+  // Whether the rank has got a plan with a job.
+  bool had_job(std::uint32_t rank) const noexcept { return had_job_[rank]; }
   // The next plan with a job does not reach the rank, if its worker can answer for it.
   void lose_plan(std::uint32_t rank) noexcept { losing_ = rank; }
   std::uint64_t plans_lost() const noexcept { return plans_lost_; }

@@ -105,8 +105,8 @@ void WorldRun::foreign_plan() {
   static constexpr std::array<const char*, 7> kWhat{
       "another digest", "an unknown block",      "the null block", "an unknown group",
       "a shifted mark", "a partly filled chunk", "another epoch"};
-  // The epoch is known only once a first plan has come.
-  const std::uint64_t wrong = random_.below(life_.judge->jobs() > 0 ? kWhat.size() : 6);
+  // The epoch is known only once a first plan has come; it may have been lost.
+  const std::uint64_t wrong = random_.below(life_.judge->had_job(rank) ? kWhat.size() : 6);
   if (wrong == 0) plan.digest.bytes[random_.below(plan.digest.bytes.size())] ^= 1;
   if (wrong == 1) plan.ids[0] = BlockId{static_cast<std::int32_t>(projection_->num_blocks())};
   if (wrong == 2) plan.ids[0] = kNullBlock;
