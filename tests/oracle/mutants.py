@@ -39,6 +39,7 @@ HELPERS = (
     "cpp/src/group/hash128.cpp",
     "cpp/src/layout/disjoint.cpp",
     "cpp/src/layout/segment_map.cpp",
+    "cpp/src/store/give_back.cpp",
     "cpp/src/store/plan_check.cpp",
     "cpp/src/store/stage_check.cpp",
     "cpp/src/store/store_worker.cpp",
