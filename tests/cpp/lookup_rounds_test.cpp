@@ -236,18 +236,24 @@ class LongPrompt : public ::testing::Test {
   std::uint64_t calls() const { return engine.scheduler->counters().lookup_calls; }
   std::uint64_t keys() const { return engine.scheduler->counters().lookup_keys; }
 
+  // Of a prompt whose states are stored half as far as its attention. Its first round is asked.
+  HashList begin_first_round() {
+    for (std::uint32_t at = 800; at <= 80'000; at += 800) {
+      engine.store_at(kFull, at);
+      if (at <= 40'000) engine.store_at(kState, at);
+    }
+    const HashList known{engine.hashes.bytes.data(), kPrompt / 16, test::Hashes::kWidth};
+    EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
+    engine.scheduler->end_step(engine.now);
+    return known;
+  }
+
   Engine engine{fine_config({test::full_group(800), test::mamba_group(800)}, 800, 16),
                 kPrompt / 16};
 };
 
 TEST_F(LongPrompt, IsNotAskedForAgainInAModeThatDoesNotLoad) {
-  for (std::uint32_t at = 800; at <= 80'000; at += 800) {
-    engine.store_at(kFull, at);
-    if (at <= 40'000) engine.store_at(kState, at);
-  }
-  const HashList known{engine.hashes.bytes.data(), kPrompt / 16, test::Hashes::kWidth};
-  EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
-  engine.scheduler->end_step(engine.now);
+  const HashList known = begin_first_round();
   engine.scheduler->set_mode(StoreMode::kOff);
   engine.store->answer_lookup();
   engine.scheduler->end_step(engine.now);
@@ -260,13 +266,7 @@ TEST_F(LongPrompt, IsNotAskedForAgainInAModeThatDoesNotLoad) {
 }
 
 TEST_F(LongPrompt, IsNotAskedForAgainOnceItMayNotLoad) {
-  for (std::uint32_t at = 800; at <= 80'000; at += 800) {
-    engine.store_at(kFull, at);
-    if (at <= 40'000) engine.store_at(kState, at);
-  }
-  const HashList known{engine.hashes.bytes.data(), kPrompt / 16, test::Hashes::kWidth};
-  EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
-  engine.scheduler->end_step(engine.now);
+  const HashList known = begin_first_round();
   engine.scheduler->restrict(kRequest, {.load = false});
   engine.store->answer_lookup();
   engine.scheduler->end_step(engine.now);
@@ -276,13 +276,7 @@ TEST_F(LongPrompt, IsNotAskedForAgainOnceItMayNotLoad) {
 }
 
 TEST_F(LongPrompt, IsNotAskedForAgainOnceItsEngineWasToldOfNothing) {
-  for (std::uint32_t at = 800; at <= 80'000; at += 800) {
-    engine.store_at(kFull, at);
-    if (at <= 40'000) engine.store_at(kState, at);
-  }
-  const HashList known{engine.hashes.bytes.data(), kPrompt / 16, test::Hashes::kWidth};
-  EXPECT_TRUE(engine.scheduler->lookup(kRequest, kPrompt, known, 0, engine.now).pending);
-  engine.scheduler->end_step(engine.now);
+  const HashList known = begin_first_round();
   // Its prompt ends earlier, and the engine has all of it by now.
   EXPECT_FALSE(engine.scheduler->lookup(kRequest, 801, known, 800, engine.now).pending);
   engine.store->answer_lookup();
