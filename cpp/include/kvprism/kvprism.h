@@ -501,8 +501,9 @@ KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler
                                                     const void* report, size_t length,
                                                     int64_t now_ns, kvprism_error** error);
 /* The process of that worker has ended, and its memory is gone with it: of all jobs planned so far
-   it counts as failed and quiet. Never for a process that may live; a worker that takes its place
-   must get no plan of before. */
+   it counts as failed and quiet, and those that no plan has named yet end on all ranks. Never for a
+   process that may live; a worker that takes its place must get no plan of before. Tell that its
+   requests were preempted: what they have computed is gone on that rank. */
 KVPRISM_API kvprism_status kvprism_scheduler_rank_gone(kvprism_scheduler* scheduler, uint32_t rank,
                                                        int64_t now_ns, kvprism_error** error);
 /* One end a call; `found` is false when there is none. */
@@ -576,8 +577,9 @@ KVPRISM_API kvprism_status kvprism_worker_new(const kvprism_key_schema* schema,
                                               const kvprism_worker_options* options,
                                               kvprism_worker** worker, kvprism_error** error);
 /* `length` above 0. Null `ready`: the bytes are in memory now. A plan that is not taken is
-   KVPRISM_MISMATCH; its jobs are reported failed, but for a plan whose step was taken already: its
-   jobs go on. `ready` is destroyed in any case. */
+   KVPRISM_MISMATCH; its jobs are reported failed, but for those that were taken before, with the
+   same step or a damaged copy of it: they go on, and reports tell their ends. `ready` is destroyed
+   in any case. */
 KVPRISM_API kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan,
                                                  size_t length, const kvprism_ready* ready,
                                                  kvprism_error** error);
