@@ -20,6 +20,7 @@ JobJudge::JobJudge(ObjectJudge& objects, const Projection& projection,
       tp_(projection.parallel().tp),
       pcp_(projection.parallel().pcp),
       drafts_(model_drafts(objects_.groups())),
+      retains_(projection.retention_interval().has_value()),
       held_(projection.num_blocks()),
       at_least_(projection.num_blocks()),
       at_most_(projection.num_blocks()) {
@@ -53,6 +54,10 @@ void JobJudge::hash_made(std::span<const std::uint8_t> hash,
 void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
                          std::uint32_t local, const LookupResult& answer) {
   left_.erase(raw(request));
+  // Where the request leaves others may move, and of a window only what lies before that is kept.
+  if (retains_) {
+    std::erase_if(holes_[raw(request)], [](const Hole& hole) { return !hole.whole_prefix; });
+  }
   const auto access = access_.find(raw(request));
   if ((answer.pending || answer.external_tokens > 0) && access != access_.end() &&
       !access->second.load) {

@@ -130,6 +130,7 @@ class JobJudge final : public EngineObserver {
   struct Hole {
     std::uint32_t tokens = 0;
     std::string content;
+    bool whole_prefix = false;  // needed wherever a hit ends
   };
   struct Job {
     RequestId request{};
@@ -179,6 +180,7 @@ class JobJudge final : public EngineObserver {
   std::uint32_t tp_;
   std::uint32_t pcp_;
   bool drafts_;
+  bool retains_;
   std::vector<std::uint32_t> chunk_tokens_;  // by store index
   std::vector<bool> positional_;             // by store index
   Instant now_{};

@@ -133,7 +133,8 @@ void JobJudge::save_delivered(Job& job, bool counts, bool present) {
     }
     if (failed && !job.hand_off && counts && present) {
       holes_[raw(job.request)].push_back(
-          {piece.chunk * chunk_tokens_[raw(piece.group)], std::move(piece.content)});
+          {piece.chunk * chunk_tokens_[raw(piece.group)], std::move(piece.content),
+           objects_.stored_group(raw(piece.group)).kind == GroupModel::Kind::kFull});
     }
   }
   job.pieces.clear();
@@ -167,7 +168,8 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
     stored_.erase(piece->content);
     if (present && objects_.stored_group(stored).kind == GroupModel::Kind::kFull &&
         piece->tokens % chunk_tokens_[stored] == 0) {
-      holes_[raw(job.request)].push_back({piece->chunk * chunk_tokens_[stored], piece->content});
+      holes_[raw(job.request)].push_back(
+          {piece->chunk * chunk_tokens_[stored], piece->content, true});
     }
   }
 }
