@@ -111,14 +111,10 @@ def test_llama_4_is_tuned_by_length_where_generation_does_not_say(vllm_config: A
 
 def sparse_caches(packing: str, layout: str = "BLNHC", layers: int = 1) -> tuple[Any, Any]:
     """What a worker has of sparse attention beside its indexer, and what the scheduler has."""
+    import planning
     import test_layouts
     import torch
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    try:
-        from vllm.v1.core import kv_cache_planning as planning  # since 0.33
-    except ImportError:
-        from vllm.v1.core import kv_cache_utils as planning
 
     packed = {"dtype": torch.uint8, "cache_dtype_str": packing, "state_content_bytes": 656}
     plain = {"dtype": torch.bfloat16, "cache_dtype_str": packing}
@@ -134,7 +130,7 @@ def sparse_caches(packing: str, layout: str = "BLNHC", layers: int = 1) -> tuple
     for at in range(layers):
         specs |= {f"{at}.indexer": keys, f"{at}.attn": rows}
     made, _ = test_layouts.engine(layout, specs)
-    return made, planning.generate_scheduler_kv_cache_config([made])
+    return made, planning.of_scheduler([made])
 
 
 def sparse_config(vllm_config: Any, dtype: str, **ranks: int) -> Any:

@@ -89,9 +89,9 @@ def test_the_layers_of_each_stage_change_the_keys(monkeypatch: pytest.MonkeyPatc
 
 def two_stages(*, first_has_window: bool = False) -> tuple[Any, list[Any], Any]:
     """vLLM's configs of two pipeline stages and the scheduler's."""
+    import planning
     import torch
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     vllm_config = EngineArgs(
@@ -109,8 +109,8 @@ def two_stages(*, first_has_window: bool = False) -> tuple[Any, list[Any], Any]:
     ]
     if first_has_window:
         specs = [{f"{at}.attn": full, f"{at}.window": window} for at in range(2)]
-    stages = kv_cache_utils.get_kv_cache_configs(vllm_config, specs, [1 << 26, 1 << 26])
-    return vllm_config, stages, kv_cache_utils.generate_scheduler_kv_cache_config(stages)
+    stages = planning.of_workers(vllm_config, specs, memory=1 << 26)
+    return vllm_config, stages, planning.of_scheduler(stages)
 
 
 def one_stage() -> Any:
