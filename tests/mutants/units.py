@@ -31,6 +31,7 @@ TEST_OBJECTS = tuple(
     TESTS / f"{name}.dir/{name}.cpp.o"
     for name in (
         "blocking_bounds_test",
+        "blocking_close_test",
         "blocking_replacement_test",
         "blocking_store_test",
         "blocking_threads_test",

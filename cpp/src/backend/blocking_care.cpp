@@ -103,6 +103,10 @@ void BlockingStore::Core::consider_burials(TimePoint now, TimePoint& next) {
   next = std::min(next, next_burial);
 }
 
+bool BlockingStore::Core::has_use() const {
+  return (used[kStore] || !closed[kIndex]) && (used[kIndex] || !closed[kStore]);
+}
+
 void BlockingStore::Core::consider_attempt(TimePoint now, TimePoint& next) {
   if (current != nullptr || finished) return;
   const auto limit = [&] {
@@ -116,6 +120,7 @@ void BlockingStore::Core::consider_attempt(TimePoint now, TimePoint& next) {
     }
     give_up_maker();
   }
+  if (!has_use()) return;
   if (options.max_attempts != 0 && failed_attempts >= options.max_attempts) return;
   if (counters.retired_now >= options.max_retired) return;
   if (next_attempt > now) {

@@ -130,11 +130,14 @@ void BlockingStore::Core::start_maker() {
   });
 }
 
-// It counts as a retired client until it comes back: it may have registered memory.
+void BlockingStore::Core::count_retired(Attempt& mine) {
+  if (!std::exchange(mine.counted, true)) ++counters.retired_now;
+}
+
 void BlockingStore::Core::give_up_maker() {
   attempt->given_up = true;
   if (std::exchange(attempt->has_regions, false)) end_regions();
-  ++counters.retired_now;
+  count_retired(*attempt);
   helpers.splice(helpers.end(), maker);
   const std::int64_t limit =
       options.setup_timeout.ns / 1'000'000 + options.region_timeout.ns / 1'000'000;
@@ -171,72 +174,70 @@ void BlockingStore::Core::note_failure(const std::string& why) {
   next_attempt = Clock::now() + pause();
 }
 
+void BlockingStore::Core::take_over(Attempt& mine, std::shared_ptr<Generation>& generation) {
+  generation->born = Clock::now();
+  if (capabilities.name.empty()) {
+    capabilities = generation->client->capabilities();
+  } else {
+    ++counters.replacements;
+    say(LogLevel::kWarning, "the store has a new client");
+  }
+  current = std::move(generation);
+  mine.over = true;
+  failed_attempts = 0;
+  away.clear();
+}
+
 void BlockingStore::Core::make_client(const std::shared_ptr<Attempt>& mine) {
   auto generation = std::make_shared<Generation>();
   std::exception_ptr error;
+  Lock lock(mutex, std::defer_lock);
+  const auto wanted = [&] { return !finished && !mine->given_up; };
+  const auto goes_on = [&] {
+    const Lock held(mutex);
+    return wanted();
+  };
   try {
     generation->client = factory();
     if (generation->client == nullptr) {
       fail(ErrorCode::kUnavailable, kSubject, {"factory", "null", "a client", {}});
     }
-    Lock lock(mutex);
+    lock.lock();
     // Others give up after region_timeout.
-    changed.wait(lock, [&] { return !regions_busy || mine->given_up; });
-    if (!mine->given_up) {
+    changed.wait(lock, [&] { return !regions_busy || !wanted(); });
+    if (wanted()) {
       regions_busy = mine->has_regions = true;
-      const auto release = [&] {
-        if (std::exchange(mine->has_regions, false)) end_regions();
-      };
-      const auto goes_on = [&] {
-        const Lock held(mutex);
-        return !mine->given_up;
-      };
-      try {
-        const std::vector<Region> present = regions.regions();
-        lock.unlock();
-        for (const Region& region : present) {
-          if (!goes_on()) break;
-          generation->client->register_region(region);
-        }
-        if (!capabilities.name.empty() && goes_on()) probe(*generation->client);
-        lock.lock();
-      } catch (...) {
-        if (!lock.owns_lock()) lock.lock();
-        release();
-        throw;
+      const std::vector<Region> present = regions.regions();
+      lock.unlock();
+      for (const Region& region : present) {
+        if (!goes_on()) break;
+        generation->client->register_region(region);
       }
-      // Published before the next add_region can look for a client.
-      release();
+      if (!capabilities.name.empty() && goes_on()) probe(*generation->client);
+      lock.lock();
     }
-    if (!finished && !mine->given_up) {
-      generation->born = Clock::now();
-      if (capabilities.name.empty()) {
-        capabilities = generation->client->capabilities();
-      } else {
-        ++counters.replacements;
-        say(LogLevel::kWarning, "the store has a new client");
-      }
-      current = std::move(generation);
-      mine->over = true;
-      failed_attempts = 0;
-      away.clear();
-      changed.notify_all();
-      return;
-    }
+    if (wanted()) take_over(*mine, generation);
   } catch (...) {
     error = std::current_exception();
+    if (!lock.owns_lock()) lock.lock();
   }
-  if (generation->client != nullptr) generation->client->tear_down();
-  generation.reset();
-  const Lock lock(mutex);
-  if (mine->given_up) {
-    --counters.retired_now;
-    changed.notify_all();
-  } else if (error != nullptr) {
+  // Whoever may change regions next finds the client: in use, or counted as retired.
+  if (std::exchange(mine->has_regions, false)) end_regions();
+  if (mine->over) return;
+  if (generation->client != nullptr) {
+    count_retired(*mine);
+    lock.unlock();
+    generation->client->tear_down();
+    generation.reset();
+    lock.lock();
+  }
+  if (mine->counted) --counters.retired_now;
+  if (!mine->given_up && error != nullptr) {
     mine->over = true;
     make_error = error;
     note_failure(message_of(error));
   }
+  changed.notify_all();
 }
 
 }  // namespace kvprism

@@ -103,6 +103,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
     TimePoint began;
     bool has_regions = false;  // nobody else may change them
     bool given_up = false;     // another one may be made; this one goes when it comes back
+    bool counted = false;      // in retired_now, until its client is torn down
     bool over = false;         // its client is in use, or it has failed
   };
 
@@ -143,7 +144,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   Wakeup wakeup;
   std::array<std::vector<OpId>, detail::kSides> unquiet;
   std::array<bool, detail::kSides> closed{};
-  bool finished = false;  // no client will be made any more
+  std::array<bool, detail::kSides> used{};  // ever: it was given memory, or an operation
+  bool finished = false;                    // no client will be made any more
   bool stop_care = false;
   TimePoint care_wake = TimePoint::max();
   std::list<Worker> maker;           // one, or none
@@ -200,6 +202,10 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   void start_maker();
   void make_client(const std::shared_ptr<Attempt>& mine);
   void give_up_maker();
+  // Its client comes into use.
+  void take_over(Attempt& mine, std::shared_ptr<Generation>& generation);
+  // One that is given up or has failed may have registered memory until its client is torn down.
+  void count_retired(Attempt& mine);
   // Remembers why there is no client; the next attempt comes after a pause.
   void note_failure(const std::string& why);
   // What the client answers to a question about a key that need not be there.
@@ -247,6 +253,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // short.
   void reap();
   void consider_burials(TimePoint now, TimePoint& next);
+  // Nobody has a use for a client when one side is closed and the other was never used.
+  bool has_use() const;
   void consider_attempt(TimePoint now, TimePoint& next);
   void consider_probe(TimePoint now, TimePoint& next);
 
@@ -256,6 +264,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
              const std::optional<Removal>& removal = {});
   bool poll(Side side, Completion& out);
   bool idle(Side side) const;
+  void use(Side side);
   // No client will be made any more, and the present one goes.
   void finish_clients();
   CloseReport close(Side side, Duration budget);

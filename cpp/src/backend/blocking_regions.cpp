@@ -132,6 +132,7 @@ void BlockingStore::add_region(const Region& region) {
   std::exception_ptr error;
   try {
     if (core.closed[kStore]) refuse(ErrorCode::kClosed, "an open store");
+    core.use(kStore);
     switch (core.regions.fit(region)) {
       case RegionTable::Fit::kEqual:
         break;

@@ -92,6 +92,7 @@ bool BlockingStore::Core::start(Kind kind, OpId op, std::unique_ptr<ObjectBatch>
   if (in_child() || batch == nullptr) return false;
   const Lock lock(mutex);
   if (closed[side_of(kind)] || finished) return false;
+  use(side_of(kind));
   if (current == nullptr || silent || held_up(kind)) {
     ++counters.circuit_open;
     end_unstarted(kind, op, std::move(batch), ItemStatus::kUnavailable);
@@ -132,6 +133,10 @@ bool BlockingStore::Core::poll(Side side, Completion& out) {
   return true;
 }
 
+void BlockingStore::Core::use(Side side) {
+  if (!std::exchange(used[side], true)) wake_care();
+}
+
 bool BlockingStore::Core::idle(Side side) const {
   for (std::size_t kind = 0; kind < kKinds; ++kind) {
     if (side_of(static_cast<Kind>(kind)) == side && !queues[kind].empty()) return false;
@@ -145,6 +150,7 @@ void BlockingStore::Core::finish_clients() {
   finished = true;
   if (current != nullptr) retire(std::shared_ptr<Generation>(current), {});
   wake_care();
+  changed.notify_all();
 }
 
 CloseReport BlockingStore::Core::close(Side side, Duration budget) {
@@ -167,7 +173,9 @@ CloseReport BlockingStore::Core::close(Side side, Duration budget) {
     finish_clients();
     const TimePoint limit =
         registered == 0 ? end : std::max(end, after(Clock::now(), milliseconds(500)));
-    if (changed.wait_until(lock, limit, [&] { return counters.retired_now == 0; })) registered = 0;
+    // One in the making may be registering.
+    const auto gone = [&] { return counters.retired_now == 0 && !regions_busy; };
+    if (changed.wait_until(lock, limit, gone)) registered = 0;
   }
   return {unquiet[side].size() + registered, unquiet[side]};
 }

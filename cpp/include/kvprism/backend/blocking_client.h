@@ -39,6 +39,7 @@ class KVPRISM_API BlockingClient {
 
   // Throws Error naming the region and the native code.
   virtual void register_region(const Region& region) = 0;
+  // Nothing happens to a region that this client does not have: one that was made meanwhile.
   virtual void unregister_region(const Region& region) noexcept = 0;
 
   // After it has returned no native call touches any region of this client. May take seconds, or

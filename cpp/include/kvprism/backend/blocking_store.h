@@ -57,7 +57,8 @@ struct BlockingStoreCounters {
   std::uint64_t failed_attempts = 0;  // clients that could not be made
   std::uint64_t replacements = 0;     // clients made after the first
   std::uint64_t unquiet_now = 0;      // operations with an outcome that are not quiet
-  std::uint64_t retired_now = 0;      // clients being torn down, with calls, or given up unmade
+  std::uint64_t retired_now = 0;      // clients being torn down, also unused ones, with calls, or
+                                      // given up unmade
   bool usable = false;                // a client is there that answers: the circuit is closed
 };
 
@@ -71,7 +72,8 @@ struct BlockingStoreCounters {
 // the service did not answer all kinds end at once, and one question in probe_interval is asked
 // until it is answered. A client that replaces another must have answered a question first; one
 // that is not made within setup_timeout and region_timeout together counts as retired until it is,
-// and another is made. One log line tells each change. Thread "kvp-care" watches deadlines.
+// and another is made. With one side closed no client is made unless the other has been used.
+// One log line tells each change. Thread "kvp-care" watches deadlines.
 //
 // Ownership: owns its clients and threads; the factory must stay callable. The destructor waits for
 // close_budget and leaves hung threads behind with the state they need: memory of unquiet
