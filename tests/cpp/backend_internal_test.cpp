@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/mooncake_native.h"
 #include "backend/mooncake_status.h"
 #include "backend/preflight.h"
 #include "backend/region_table.h"
@@ -189,54 +190,99 @@ TEST(MooncakeOptions, PortsAndSizesAtTheirBounds) {
   EXPECT_NE(find_problem(validate_mooncake_options(options), "rdma_devices"), nullptr);
 }
 
+// A port of this machine that nobody else has.
+class LoopbackPort {
+ public:
+  LoopbackPort() : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::bind(socket_, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    socklen_t size = sizeof(address);
+    ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size);
+    number_ = ntohs(address.sin_port);
+  }
+  ~LoopbackPort() { ::close(socket_); }
+  LoopbackPort(const LoopbackPort&) = delete;
+  LoopbackPort& operator=(const LoopbackPort&) = delete;
+
+  void listen() const { ASSERT_EQ(::listen(socket_, 8), 0); }
+  std::uint16_t number() const { return number_; }
+
+ private:
+  int socket_;
+  std::uint16_t number_ = 0;
+};
+
+// A resolver that answers when the gate opens, with this machine.
+struct SlowResolver {
+  std::promise<void> gate;
+  std::shared_future<void> open = gate.get_future().share();
+  std::shared_ptr<std::atomic<int>> lookups = std::make_shared<std::atomic<int>>(0);
+
+  detail::Knock::LookUp look_up() const {
+    return [open = open, lookups = lookups](const char*, const char* port, const addrinfo* hints,
+                                            addrinfo** found) {
+      ++*lookups;
+      open.wait();
+      return ::getaddrinfo("127.0.0.1", port, hints, found);
+    };
+  }
+};
+
 TEST(Preflight, ConnectsWithinItsLimit) {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  socklen_t size = sizeof(address);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
-  const HostPort target{"127.0.0.1", ntohs(address.sin_port)};
-  EXPECT_NE(detail::connect_failure(target, kvprism::seconds(2)), "");
-  ::listen(socket, 1);
-  EXPECT_EQ(detail::connect_failure(target, kvprism::seconds(2)), "");
-  ::close(socket);
+  const LoopbackPort port;
+  const HostPort target{"127.0.0.1", port.number()};
+  EXPECT_NE(detail::Knock(target).failure(kvprism::seconds(2)), "");
+  port.listen();
+  EXPECT_EQ(detail::Knock(target).failure(kvprism::seconds(2)), "");
   const auto began = std::chrono::steady_clock::now();
-  EXPECT_NE(detail::connect_failure({"no-such-host.invalid", 1}, kvprism::milliseconds(300)), "");
+  EXPECT_NE(detail::Knock({"no-such-host.invalid", 1}).failure(kvprism::milliseconds(300)), "");
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(10));
 }
 
 // A resolver slower than a question must not keep a client away for good, nor cost a thread each.
 TEST(Preflight, ALateAnswerOfTheResolverServesTheNextQuestion) {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  socklen_t size = sizeof(address);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size);
-  ::listen(socket, 8);
-  std::promise<void> gate;
-  const std::shared_future<void> open = gate.get_future().share();
-  const auto lookups = std::make_shared<std::atomic<int>>(0);
-  detail::Knock knock(
-      {"master.test", ntohs(address.sin_port)},
-      [open, lookups](const char*, const char* port, const addrinfo* hints, addrinfo** found) {
-        ++*lookups;
-        open.wait();
-        return ::getaddrinfo("127.0.0.1", port, hints, found);
-      });
+  const LoopbackPort port;
+  port.listen();
+  SlowResolver resolver;
+  detail::Knock knock({"master.test", port.number()}, resolver.look_up());
   for (int question = 0; question < 3; ++question)
     EXPECT_EQ(knock.failure(kvprism::milliseconds(1)), "the name did not resolve in time");
-  EXPECT_LE(*lookups, 1);
-  gate.set_value();
+  EXPECT_LE(*resolver.lookups, 1);
+  resolver.gate.set_value();
   const auto end = std::chrono::steady_clock::now() + seconds(10);
   while (!knock.failure(kvprism::milliseconds(200)).empty())
     ASSERT_LT(std::chrono::steady_clock::now(), end);
   EXPECT_EQ(knock.failure(kvprism::seconds(10)), "");
-  EXPECT_GE(*lookups, 2) << "each answer serves once: addresses change";
-  ::close(socket);
+  EXPECT_GE(*resolver.lookups, 2) << "each answer serves once: addresses change";
+}
+
+// The same of attempts to make a client: each has connect_timeout.
+TEST(Preflight, ALateAnswerOfTheResolverServesTheNextClient) {
+  const LoopbackPort port;
+  port.listen();
+  SlowResolver resolver;
+  MooncakeOptions options = good_options();
+  options.master = "master.test:" + std::to_string(port.number());
+  options.connect_timeout = kvprism::milliseconds(50);
+  options.library = "/nonexistent/store.so";  // looked for once the master has answered
+  const BlockingClientFactory make = detail::mooncake_client_factory(options, resolver.look_up());
+  const auto reason = [&]() -> std::string {
+    try {
+      make();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
+  };
+  for (int attempt = 0; attempt < 3; ++attempt)
+    EXPECT_NE(reason().find("the name did not resolve in time"), std::string::npos);
+  EXPECT_LE(*resolver.lookups, 1) << "a thread for each attempt";
+  resolver.gate.set_value();
+  const auto end = std::chrono::steady_clock::now() + seconds(10);
+  while (reason().find("/nonexistent/store.so") == std::string::npos)
+    ASSERT_LT(std::chrono::steady_clock::now(), end);
 }
 
 TEST(Preflight, RdmaDevicesAreNamed) {
@@ -497,7 +543,7 @@ TEST(Library, UnknownBuildIsRefusedWithTheKnownOnesAndTheWayToOptIn) {
   try {
     mooncake::open_library({.path = (folder.path() / "mooncake/store.so").string(),
                             .python_library = {},
-                            .accept_unknown = false,
+                            .accept_unknown = {},
                             .defaults = {},
                             .environment = {}});
     FAIL();

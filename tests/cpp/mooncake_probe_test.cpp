@@ -2,9 +2,11 @@
 // function, a name.
 #include <elf.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -176,9 +178,53 @@ TEST_F(MooncakeProbe, UnknownBuildIsUsedAfterAProbeAndOnlyThen) {
   EXPECT_TRUE(memory.holds(4096, 1000, 1));
   client->tear_down();
 
-  // The second time the cached verdict is enough.
+  // What is open needs no verdict, not even the cached one.
   ::setenv("KVPRISM_MOONCAKE_PROBE", "/nonexistent", 1);
+  fs::remove(mooncake::verdict_path(hash));
   mooncake_client_factory(options)()->tear_down();
+}
+
+TEST_F(MooncakeProbe, ACachedVerdictIsEnough) {
+  const fs::path library = copy([](Image&) {});
+  ASSERT_TRUE(mooncake::write_verdict(mooncake::hash_file(library.string()),
+                                      R"({"verdict": "ok", "detail": "tried before"})"));
+  ::setenv("KVPRISM_MOONCAKE_PROBE", "/nonexistent", 1);
+  MooncakeOptions options = options_of(library);
+  options.unknown_build = UnknownBuild::kProbe;
+  mooncake_client_factory(options)()->tear_down();
+}
+
+// In containers there is often no folder for verdicts, and a client may be replaced at any time.
+TEST_F(MooncakeProbe, WithoutACacheOneProbeServesAllClientsOfAProcess) {
+  const fs::path runs = master_->folder() / "runs";
+  const fs::path counting = master_->folder() / "probe";
+  std::ofstream(counting) << "#!/bin/sh\necho run >> " << runs.string() << "\nexec "
+                          << std::getenv("KVPRISM_MOONCAKE_PROBE") << " \"$@\"\n";
+  fs::permissions(counting, fs::perms::owner_all);
+  ::setenv("KVPRISM_MOONCAKE_PROBE", counting.c_str(), 1);
+  ::unsetenv("XDG_CACHE_HOME");
+  ::unsetenv("HOME");
+  MooncakeOptions options = options_of(copy([](Image&) {}));
+  options.unknown_build = UnknownBuild::kProbe;
+  const BlockingClientFactory make = mooncake_client_factory(options);
+  for (int i = 0; i < 2; ++i) make()->tear_down();
+  std::ifstream file(runs);
+  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), "run\n");
+}
+
+// The thread that makes a client has all signals blocked; Ctrl-C must end the probe all the same.
+TEST_F(MooncakeProbe, ItsProcessBlocksNoSignals) {
+  const fs::path program = master_->folder() / "probe";
+  std::ofstream(program) << "#!/bin/sh\nexec grep SigBlk /proc/self/status\n";
+  fs::permissions(program, fs::perms::owner_all);
+  ::setenv("KVPRISM_MOONCAKE_PROBE", program.c_str(), 1);
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const std::string line = mooncake::run_probe(original_, "127.0.0.1:1", std::chrono::seconds(30));
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  EXPECT_EQ(line, "SigBlk:\t0000000000000000");
 }
 
 TEST_F(MooncakeProbe, CrashIsAVerdict) {

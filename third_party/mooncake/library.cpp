@@ -241,7 +241,7 @@ const Library& open_library(const OpenRequest& request) {
     fail(ErrorCode::kNotFound, kSubject, {"library", request.path, "a file", {}});
   }
   const MooncakeAbiRow* row = find_row(file);
-  if (row == nullptr && !request.accept_unknown) {
+  if (row == nullptr && !(request.accept_unknown && request.accept_unknown(file))) {
     fail(ErrorCode::kUnsupported, kSubject,
          {"library", file.path + ", " + describe(file), "one of the known builds:" + known_rows(),
           "\n  to use it all the same, run: kvprism-mooncake-probe " + file.path +

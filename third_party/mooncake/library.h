@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,7 +29,8 @@ struct Library {
 struct OpenRequest {
   std::string path;
   std::string python_library;  // empty: KVPRISM_LIBPYTHON, then searched
-  bool accept_unknown = false;
+  // Asked of a build that is in no row, unless it is open; empty: none is accepted. May throw.
+  std::function<bool(const LibraryFile&)> accept_unknown;
   std::vector<std::pair<std::string, std::string>>
       defaults;  // set unless already in the environment
   std::vector<std::pair<std::string, std::string>> environment;  // set, or must be equal
@@ -46,8 +48,9 @@ std::string describe(const LibraryFile& file);
 
 // Opens the library, or returns the one that is open. Throws Error: kNotFound (file, system
 // library, libpython, symbol), kUnsupported (unknown build, another Mooncake library or another
-// environment in this process). Threads: any; the first call sets environment variables, which is
-// not safe beside other threads' getenv.
+// environment in this process), and what accept_unknown throws. Threads: any; others wait while it
+// is asked. The first call sets environment variables, which is not safe beside other threads'
+// getenv.
 const Library& open_library(const OpenRequest& request);
 
 }  // namespace kvprism::mooncake

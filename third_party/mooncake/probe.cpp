@@ -131,12 +131,20 @@ std::string run_probe(const std::string& library, const std::string& master,
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  // Of the caller's signals all may be blocked: the probe ends by those that end its group.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_setsigmask(&attributes, &none);
   std::array<std::string, 4> words = {program, library, "--master", master};
   std::array<char*, 5> arguments = {words[0].data(), words[1].data(), words[2].data(),
                                     words[3].data(), nullptr};
   pid_t child = -1;
   const int error =
-      posix_spawn(&child, program.c_str(), &actions, nullptr, arguments.data(), environ);
+      posix_spawn(&child, program.c_str(), &actions, &attributes, arguments.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   ::close(ends[1]);
   if (error != 0) {

@@ -23,6 +23,7 @@
 #include "mooncake/elf.h"
 #include "mooncake/library.h"
 #include "mooncake/probe.h"
+#include "mooncake_native.h"
 #include "mooncake_status.h"
 #include "preflight.h"
 #include "region_table.h"
@@ -139,11 +140,11 @@ struct Arguments {
 
 class MooncakeClient final : public BlockingClient {
  public:
-  MooncakeClient(const mooncake::Library& library, const MooncakeOptions& options, HostPort master)
+  MooncakeClient(const mooncake::Library& library, const MooncakeOptions& options,
+                 std::shared_ptr<detail::Knock> master)
       : library_(library),
         native_functions_(library.store),
         master_(std::move(master)),
-        knock_(master_),
         connect_timeout_(options.connect_timeout),
         queue_(options.protocol == "tcp" ? library.tcp_queue : 2 * kMaxSlices),
         max_slices_(std::min(options.max_slices_per_call, std::max(1U, queue_ / 2))),
@@ -164,8 +165,8 @@ class MooncakeClient final : public BlockingClient {
             native_.get(), options.local_hostname, options.metadata_server,
             static_cast<std::size_t>(options.global_segment_size),
             static_cast<std::size_t>(options.local_buffer_size), options.protocol,
-            joined(options.rdma_devices, ","), kvprism::to_string(master_), nullptr, "", false, "",
-            "default", false, 0);
+            joined(options.rdma_devices, ","), kvprism::to_string(master_->address()), nullptr, "",
+            false, "", "default", false, 0);
       }
     } catch (const std::exception& error) {
       thrown = error.what();
@@ -176,8 +177,8 @@ class MooncakeClient final : public BlockingClient {
     tear_down();
     fail(ErrorCode::kUnavailable, kSubject,
          {"set-up", thrown.empty() ? detail::mooncake_code_text(code) : thrown,
-          "0 from Mooncake with master " + kvprism::to_string(master_) + " and metadata server " +
-              options.metadata_server,
+          "0 from Mooncake with master " + kvprism::to_string(master_->address()) +
+              " and metadata server " + options.metadata_server,
           "its log on standard error says more; is the segment size within free memory?"});
   }
 
@@ -367,7 +368,7 @@ class MooncakeClient final : public BlockingClient {
     // native call takes.
     if (!refuse && master_silent_.load(std::memory_order_relaxed)) {
       refuse = !guarded("connect", [&] {
-        return knock_.failure(std::min(connect_timeout_, milliseconds(200))).empty();
+        return master_->failure(std::min(connect_timeout_, milliseconds(200))).empty();
       });
       if (!refuse) master_silent_.store(false, std::memory_order_relaxed);
       end.unreachable = refuse;
@@ -480,8 +481,9 @@ class MooncakeClient final : public BlockingClient {
       note(code, end);
       ItemResult result = detail::mooncake_item(call, code, arguments.expected[i]);
       if (detail::mooncake_may_have_given_up(code, took)) {
-        if (call == MooncakeCall::kGet && code == mooncake::kTransferFailed && took < kShortCall &&
-            has_other_size(arguments.keys[i], arguments.expected[i])) {
+        // Of a call that is not quiet nothing else matters, and each question may take seconds.
+        if (end.quiet && call == MooncakeCall::kGet && code == mooncake::kTransferFailed &&
+            took < kShortCall && has_other_size(arguments.keys[i], arguments.expected[i], end)) {
           result.status = ItemStatus::kSizeMismatch;
         } else {
           end.quiet = false;
@@ -521,16 +523,16 @@ class MooncakeClient final : public BlockingClient {
 
   // A buffer larger than the object is answered with "transfer failed" before anything is
   // transferred; the size tells that case from a transfer that went wrong.
-  bool has_other_size(const std::string& key, std::uint64_t expected) noexcept {
+  bool has_other_size(const std::string& key, std::uint64_t expected, CallEnd& end) noexcept {
     const std::int64_t size =
         guarded("getSize", [&] { return native_functions_.get_size(native_.get(), key); });
+    note(size, end);
     return size > 0 && static_cast<std::uint64_t>(size) != expected;
   }
 
   const mooncake::Library& library_;
   const mooncake::StoreFunctions& native_functions_;
-  const HostPort master_;
-  detail::Knock knock_;
+  const std::shared_ptr<detail::Knock> master_;
   const Duration connect_timeout_;
   const std::uint32_t queue_;
   const std::uint32_t max_slices_;
@@ -545,13 +547,14 @@ class MooncakeClient final : public BlockingClient {
   detail::RegionTable regions_;
 };
 
-void check_master(const MooncakeOptions& options, const HostPort& master) {
-  const std::string reason = detail::connect_failure(master, options.connect_timeout);
+void check_master(detail::Knock& master, Duration limit) {
+  const std::string reason = master.failure(limit);
   if (reason.empty()) return;
+  const HostPort& address = master.address();
   fail(ErrorCode::kUnavailable, kSubject,
-       {"master", kvprism::to_string(master),
+       {"master", kvprism::to_string(address),
         "a mooncake_master that accepts connections, but: " + reason,
-        "start one with `mooncake_master -rpc_port=" + std::to_string(master.port.value_or(0)) +
+        "start one with `mooncake_master -rpc_port=" + std::to_string(address.port.value_or(0)) +
             "`, or correct the address"});
 }
 
@@ -590,10 +593,10 @@ bool accepted_by_probe(const std::string& path, const HostPort& master) {
             (cached ? "; to ask it again remove " + mooncake::verdict_path(hash) : "")});
 }
 
-std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {
-  const HostPort master = parse_host_port(options.master, "master");
+std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
+                                            const std::shared_ptr<detail::Knock>& master) {
   if (options.protocol == "rdma") check_rdma(options);
-  check_master(options, master);
+  check_master(*master, options.connect_timeout);
 
   mooncake::OpenRequest request;
   request.path = find_mooncake_library(options);
@@ -607,15 +610,37 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options) {
     request.defaults.emplace_back(mooncake::kTcpQueueVariable,
                                   std::to_string(mooncake::kLargestTcpQueue));
   }
-  if (options.unknown_build == UnknownBuild::kProbe &&
-      mooncake::find_row(mooncake::describe_file(request.path)) == nullptr) {
-    request.accept_unknown = accepted_by_probe(request.path, master);
+  if (options.unknown_build == UnknownBuild::kProbe) {
+    request.accept_unknown = [&](const mooncake::LibraryFile& file) {
+      return accepted_by_probe(file.path, master->address());
+    };
   }
-  const mooncake::Library& library = mooncake::open_library(request);
-  return std::make_unique<MooncakeClient>(library, options, master);
+  return detail::make_mooncake_client(mooncake::open_library(request), options, master);
 }
 
 }  // namespace
+
+namespace detail {
+
+std::unique_ptr<BlockingClient> make_mooncake_client(const mooncake::Library& library,
+                                                     const MooncakeOptions& options,
+                                                     std::shared_ptr<Knock> master) {
+  return std::make_unique<MooncakeClient>(library, options, std::move(master));
+}
+
+BlockingClientFactory mooncake_client_factory(MooncakeOptions options, Knock::LookUp look_up) {
+  ProblemList problems;
+  problems.append(validate_mooncake_options(options));
+  problems.throw_if_any(ErrorCode::kInvalidConfig, "Mooncake options");
+  // One for all clients: a name that resolves late serves the next attempt.
+  auto master =
+      std::make_shared<Knock>(parse_host_port(options.master, "master"), std::move(look_up));
+  return [options = std::move(options), master = std::move(master)] {
+    return make_client(options, master);
+  };
+}
+
+}  // namespace detail
 
 std::vector<Problem> validate_mooncake_options(const MooncakeOptions& options) {
   ProblemList problems;
@@ -719,10 +744,7 @@ std::string find_mooncake_library(const MooncakeOptions& options) {
 }
 
 BlockingClientFactory mooncake_client_factory(MooncakeOptions options) {
-  ProblemList problems;
-  problems.append(validate_mooncake_options(options));
-  problems.throw_if_any(ErrorCode::kInvalidConfig, "Mooncake options");
-  return [options = std::move(options)] { return make_client(options); };
+  return detail::mooncake_client_factory(std::move(options), ::getaddrinfo);
 }
 
 }  // namespace kvprism

@@ -29,6 +29,8 @@ class Knock {
   using LookUp = std::function<int(const char*, const char*, const addrinfo*, addrinfo**)>;
   explicit Knock(HostPort address, LookUp look_up = ::getaddrinfo);
 
+  const HostPort& address() const noexcept { return address_; }
+
   // Empty when a connection was accepted within `limit`, otherwise the reason. Never waits longer.
   std::string failure(Duration limit);
 
@@ -44,10 +46,6 @@ class Knock {
   std::mutex mutex_;
   std::shared_future<Found> pending_;  // guarded by the mutex
 };
-
-inline std::string connect_failure(const HostPort& address, Duration limit) {
-  return Knock(address).failure(limit);
-}
 
 // Names in `folder`, sorted; empty when there is none or no such folder.
 std::vector<std::string> list_rdma_devices(const std::string& folder);
