@@ -125,6 +125,11 @@ Without it a save could read a block that the accelerator has not written yet.)"
 
 Returns:
     A token that is ready.)")
+      .def_static("failed", &ReadyToken::failed,
+                  R"(The bytes were not written, e.g. because the step has failed.
+
+Returns:
+    A token with which a plan's jobs end as failed, without a call.)")
       .def_static("device_event", &event_token, "event"_a, "query"_a, "not_ready"_a,
                   "destroy"_a = 0, "bind"_a = 0, "device"_a = 0,
                   R"(A device event that was recorded after the writes.

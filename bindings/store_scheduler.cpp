@@ -445,6 +445,18 @@ Raises:
     ArgumentError: A number does not fit; of a checked scheduler also an unknown request.
     ClosedError: After `close`, or in a forked child.)")
       .def(
+          "saves_paused",
+          [](BoundScheduler& b) {
+            return Use(b).with([&](auto& s) { return s.saves_paused(monotonic_now()); });
+          },
+          R"(Whether `wants_save` says no to every request now: by mode, purge, back-off or max_held_percent.
+
+Returns:
+    True while nothing is saved; afterwards `wants_save` is worth asking again.
+
+Raises:
+    ClosedError: After `close`, or in a forked child.)")
+      .def(
           "save",
           [](BoundScheduler& b, const Whole<std::uint64_t>& request,
              std::pair<Whole<std::uint32_t>, Whole<std::uint32_t>> range, nb::handle rows) {

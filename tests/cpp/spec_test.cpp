@@ -296,6 +296,10 @@ TEST(Traits, ABoundedReplayKeepsAWindowOutOfTheStore) {
   EXPECT_EQ(
       SpecRegistry::builtin().traits_of(spec),
       (SpecTraits{false, HitRule::kNever, 0, SaveRule::kNever, PeerRule::kWindow, 1024, false}));
+  spec.replay_tokens = 0;  // of an engine that goes back by itself
+  EXPECT_THAT(problems_of(spec), IsEmpty());
+  EXPECT_EQ(SpecRegistry::builtin().traits_of(spec).replay_tokens, 0U);
+  spec.replay_tokens.reset();
   spec.kind = "sliding_window";
   EXPECT_THAT(paths_of(spec), ElementsAre("groups[0].bounded_replay"));
 }

@@ -179,8 +179,7 @@ def test_every_class_of_vllm(vllm_config: Any, name: str) -> None:
         assert stored == spec.prefix_cacheable
     refused = [problem.path for problem in kvprism.validate_store(projection)]
     assert refused == (["groups[2].kind"] if name == "cross" else [])
-    # Since 0.31.
-    assert projection.replay_tokens == max(1, getattr(spec, "prefix_replay_tokens", 0))
+    assert projection.replay_tokens == 1  # vLLM goes back behind a hit by itself
 
 
 def test_a_wrapper_of_alike_layers_is_its_layer(vllm_config: Any) -> None:
@@ -460,7 +459,9 @@ def test_where_a_window_is_computed_anew_hits_end_on_whole_blocks(vllm_config: A
         object.__setattr__(ours, "cache_hit_alignment_tokens", 32)
         projection = cache_config.describe(vllm_config, ours, (64, 32), "").projection
         assert projection.hit_alignment == aligned
-        assert projection.max_hit(200) % aligned == 0
+        # The window is 64 tokens: vLLM computes them again of the hit's own, not of what follows.
+        assert projection.max_hit(200) == 192
+        assert projection.max_hit(65) == 64
 
 
 def test_beside_a_ring_hits_end_where_it_is_empty(vllm_config: Any) -> None:
@@ -610,18 +611,40 @@ def test_what_the_connector_says_of_itself() -> None:
     from types import SimpleNamespace
 
     from kvprism.vllm import KVPrismConnector
-    from kvprism.vllm.connector import _refuse_sleep_mode
 
     assert KVPrismConnector.supports_sleep_mode(None) is False
     connector = object.__new__(KVPrismConnector)
     assert connector.requires_kv_delivery is False
     assert connector.supports_divergent_local_hybrid_hits is False
-    # Versions before 0.33 ask nobody (N5).
-    awake = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False))
-    _refuse_sleep_mode(awake)
-    awake.model_config.enable_sleep_mode = True
-    with pytest.raises(kvprism.ConfigError, match="enable_sleep_mode = True: expected False"):
-        _refuse_sleep_mode(awake)
+    # With an allocator that can unmap, vLLM sleeps without sleep mode as well.
+    connector._worker = connector._lent = None
+    connector.unregister_kv_caches()
+    connector._worker = object()
+    with pytest.raises(kvprism.ConfigError, match="= 'unmapped': expected memory that stays"):
+        connector.unregister_kv_caches()
+
+
+def test_what_the_connector_cannot_do_right_is_refused_at_once() -> None:
+    from types import SimpleNamespace
+
+    from kvprism.vllm.connector import _refuse_what_cannot_be_right as check
+
+    parallel = SimpleNamespace(distributed_executor_backend="external_launcher", world_size=1)
+    # Versions before 0.33 ask nobody whether a connector can sleep (N5).
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False), parallel_config=parallel
+    )
+    check(engine)
+    engine.model_config.enable_sleep_mode = True
+    parallel.enable_fault_tolerance = True
+    parallel.world_size = 2
+    with pytest.raises(kvprism.ConfigError) as caught:
+        check(engine)
+    text = str(caught.value)
+    assert "enable_sleep_mode = True: expected False" in text
+    assert "enable_fault_tolerance = True: expected False" in text
+    assert "distributed_executor_backend = 'external_launcher': expected an executor" in text
+    assert "each of 2 schedulers" in text
 
 
 def test_a_quantisation_is_known_by_its_name(vllm_config: Any) -> None:

@@ -179,6 +179,53 @@ def test_a_decode_step_costs_nothing_once_the_prompt_is_saved(engine: Engine) ->
     assert engine.step(a=1).plan == b""
 
 
+def saved_blocks(plan: bytes) -> list[int]:
+    moved = StepPlan.decode(plan)
+    return [block for job in range(1, 10) for block in moved.blocks(job)]
+
+
+def test_a_prompt_is_saved_once_saving_is_no_longer_held_back(engine: Engine) -> None:
+    request = engine.request("a", TOKENS)
+    engine.allocate(request, len(TOKENS))
+    engine.half._set_mode("read_only")
+    assert not engine.step(a=len(TOKENS)).plan
+    request.num_computed_tokens = len(TOKENS)
+    request.append_output_token_ids(7)
+    assert not engine.step(a=1).plan
+    engine.half._set_mode("read_write")
+    table = [block.block_id for block in engine.tables["a"]]
+    assert saved_blocks(engine.step(a=1).plan) == table[:4]
+
+
+def test_what_is_kept_of_a_window_is_before_the_prompts_end_also_after_a_preemption(
+    mooncake: LocalMooncake,
+) -> None:
+    """The answer is computed anew with the prompt, and is not saved (D14)."""
+    config = configuration(window=BLOCK + 8)
+    config.prefix_cache_retention_interval = 0
+    engine = Engine(mooncake, describe(config))
+    request = engine.request("a", TOKENS)
+    engine.half._set_mode("off")
+    engine.allocate(request, len(TOKENS))
+    engine.step(a=len(TOKENS))
+    request.append_output_token_ids(list(range(100, 100 + 2 * BLOCK)))
+    engine.pool.free_blocks(reversed(engine.tables.pop("a")))
+    request.num_computed_tokens = 0
+    engine.preempted = {"a"}
+    engine.step()
+    engine.preempted = None
+    engine.half._set_mode("read_write")
+    end = time.monotonic() + 60
+    while (found := engine.half.lookup(request, 0)[0]) is None:
+        assert time.monotonic() < end
+        engine.step()
+    assert found == 0
+    engine.allocate(request, request.num_tokens)
+    table = [block.block_id for block in engine.tables["a"]]
+    assert saved_blocks(engine.step(a=request.num_tokens).plan) == table[2:4]
+    engine.half.close()
+
+
 def test_calls_for_unknown_and_repeated_requests_are_harmless(engine: Engine) -> None:
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -864,9 +911,7 @@ def test_a_request_is_preempted_and_allocated_again_in_one_step(engine: Engine) 
     new = [block.block_id for block in engine.tables["a"]]
     engine.preempted = {"a"}
     plan = engine.step(a=len(TOKENS)).plan
-    moved = StepPlan.decode(plan)
-    jobs = range(1, 10)
-    sources = [block for job in jobs for block in moved.blocks(job)]
+    sources = saved_blocks(plan)
     assert sources
     assert set(sources) <= set(new[:4])
     # The blocks of the first save, which is in flight, were not handed out again.
@@ -902,4 +947,80 @@ def test_every_order_of_calls_submits_a_plan_once(
     worker.submit()
     worker.clear()
     assert worker.counters()["jobs"] == 1
+    worker.close()
+
+
+def failing_worker(
+    engine: Engine, mooncake: LocalMooncake, described: Any, name: str
+) -> tuple[WorkerSide, StepMetadata]:
+    """A worker, and the metadata of a step that has something to save."""
+    request = engine.request(name, [len(name), *TOKENS[1:]])
+    engine.allocate(request, len(TOKENS))
+    metadata = engine.step(**{name: len(TOKENS)})
+    assert metadata.plan
+    return make_worker(mooncake, configuration(), described), metadata
+
+
+def stored_and_failed(worker: WorkerSide, engine: Engine) -> tuple[Any, Any]:
+    """Objects, once the worker has told of all its jobs."""
+    end = time.monotonic() + 60
+    while engine.half.pending_work():
+        assert time.monotonic() < end
+        worker.take_results()
+        engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=worker.take_reports()))
+    counters = engine.half.counters()
+    assert bool(worker.counters()["puts"]) == bool(counters["saved_objects"])
+    return counters["saved_objects"], counters["save_chunks_failed"]
+
+
+def test_a_step_that_fails_is_not_saved(
+    engine: Engine, mooncake: LocalMooncake, described: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM ends a step in a `finally`, and layers that did not run hold what was there before."""
+    worker, metadata = failing_worker(engine, mooncake, described, "fails")
+
+    def step() -> None:
+        worker.bind(metadata)
+        try:
+            raise MemoryError
+        finally:
+            worker.submit()
+            worker.take_results()
+            assert worker.take_reports() is None, "what vLLM throws away is told with the next step"
+            worker.clear()
+
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"), pytest.raises(MemoryError):
+        step()
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert errors == ["kvprism: a step has failed: its blocks are not saved"]
+    worker.bind(StepMetadata())
+    worker.submit()
+    assert stored_and_failed(worker, engine) == (0, 4)
+    worker.close()
+
+
+def test_a_step_that_never_ends_is_not_saved_with_the_next_one(
+    engine: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    worker, metadata = failing_worker(engine, mooncake, described, "never ends")
+    worker.bind(metadata)
+    worker.bind(StepMetadata())
+    worker.submit()
+    assert stored_and_failed(worker, engine) == (0, 4)
+    worker.close()
+
+
+def test_a_step_is_saved_while_its_caller_handles_an_exception(
+    engine: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    """An application may go on after an error of its own."""
+    worker, metadata = failing_worker(engine, mooncake, described, "handled")
+    try:
+        raise KeyError("of the application")
+    except KeyError:
+        worker.bind(metadata)
+        worker.submit()
+        worker.take_results()
+        worker.clear()
+    assert stored_and_failed(worker, engine) == (4, 0)
     worker.close()

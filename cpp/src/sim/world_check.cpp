@@ -191,6 +191,8 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
     // A request that leaves before its next step never offers its last state, and long steps pass
     // states by.
     const bool state = group.kind == GroupModel::Kind::kState;
+    // One that begins with a hit inside the next block never comes by there.
+    if (state && end < done.start) continue;
     if (state &&
         (!asked.states || config_.engine.offer_states_late || !config_.engine.aligned_steps))
       continue;

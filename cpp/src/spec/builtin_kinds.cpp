@@ -37,7 +37,8 @@ SpecTraits sliding_window(const CacheSpec& spec) {
           .fine_grained_lookup = false};
 }
 
-// A bounded replay computes the window again after a hit, so that no store has to keep it.
+// A bounded replay computes the window again after a hit, so that no store has to keep it. An
+// engine that goes back behind the hit's end for it, as vLLM does, says that nothing must be left.
 SpecTraits sliding_window_mla(const CacheSpec& spec) {
   if (!spec.bounded_replay) return sliding_window(spec);
   return {.prefix_cacheable = false,
@@ -45,7 +46,7 @@ SpecTraits sliding_window_mla(const CacheSpec& spec) {
           .window = 0,
           .save = SaveRule::kNever,
           .peer = PeerRule::kWindow,
-          .replay_tokens = spec.sliding_window.value_or(0),
+          .replay_tokens = spec.replay_tokens.value_or(spec.sliding_window.value_or(0)),
           .fine_grained_lookup = false};
 }
 

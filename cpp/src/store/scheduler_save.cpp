@@ -286,6 +286,11 @@ TokenRange StoreScheduler::wants_save(RequestId id, Instant now) noexcept {
   return wanted;
 }
 
+bool StoreScheduler::saves_paused(Instant now) const noexcept {
+  const Impl& s = *impl_;
+  return !s.may_save() || now < s.backoff_until || s.holds_too_much();
+}
+
 void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows& rows,
                           Instant now) {
   Impl& s = *impl_;

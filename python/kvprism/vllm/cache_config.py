@@ -89,6 +89,12 @@ def _window(kind: str, *more: str) -> Callable[[Any], Fields]:
     return translate
 
 
+def _latent_window(spec: Any) -> Fields:
+    fields = _window("sliding_window_mla", "bounded_replay")(spec)
+    # vLLM's scheduler itself goes back behind the end of a hit to compute the window again.
+    return fields | ({"replay_tokens": 0} if fields["bounded_replay"] else {})
+
+
 def _mamba(spec: Any) -> Fields:
     return {
         "kind": "mamba",
@@ -120,7 +126,7 @@ _TRANSLATORS: dict[str, Callable[[Any], Fields]] = {
     "SinkFullAttentionSpec": _plain("sink_full_attention", "sink_len"),
     "ChunkedLocalAttentionSpec": _plain("chunked_local_attention", "attention_chunk_size"),
     "SlidingWindowSpec": _window("sliding_window"),
-    "SlidingWindowMLASpec": _window("sliding_window_mla", "bounded_replay"),
+    "SlidingWindowMLASpec": _latent_window,
     "CircularBufferSpec": _plain("circular_buffer"),
     "KpoolTailSpec": _plain("circular_buffer"),  # as vLLM 0.30 and 0.31 call such a ring
     "MambaSpec": _mamba,

@@ -54,7 +54,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         self._described: Described | None = None  # in a worker: what its keys are made of
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
-        _refuse_sleep_mode(vllm_config)
+        _refuse_what_cannot_be_right(vllm_config)
         _choose_policy(transfer, self._options.load_failure_policy)
         loads = self._options.enable_lookup
         saves = transfer.kv_role in _PRODUCERS or self._options.save_decode_cache
@@ -185,10 +185,19 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def unregister_kv_caches(self) -> None:
-        """Only called in sleep mode, which is refused."""
+        """Called before the cache is unmapped, which an engine can do without sleep mode as well.
+
+        Raises:
+            ConfigError: While the memory is registered: nothing is unmapped then.
+        """
+        if self._worker is None and self._lent is None:
+            return
+        problems = Problems()
+        problems.add("KV cache", "unmapped", "memory that stays while Mooncake has it registered")
+        problems.raise_if_any("kvprism")
 
     def restore_kv_caches(self) -> None:
-        """Only called in sleep mode, which is refused."""
+        """Nothing was unmapped: see unregister_kv_caches."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """Blocks are moved from where they are."""
@@ -485,14 +494,28 @@ def _need_quiet(calls: int) -> None:
     problems.raise_if_any("caches that are registered again")
 
 
-def _refuse_sleep_mode(vllm_config: Any) -> None:
-    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        return
+def _refuse_what_cannot_be_right(vllm_config: Any) -> None:
     problems = Problems()
-    problems.add(
-        "enable_sleep_mode",
-        True,
-        "False with this connector",
-        "the cache's memory is registered with Mooncake and may not be unmapped",
-    )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        problems.add(
+            "enable_sleep_mode",
+            True,
+            "False with this connector",
+            "the cache's memory is registered with Mooncake and may not be unmapped",
+        )
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "enable_fault_tolerance", False):
+        problems.add(
+            "enable_fault_tolerance",
+            True,
+            "False with this connector",
+            "vLLM tells that a step was computed without some experts after it was saved",
+        )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        problems.add(
+            "distributed_executor_backend",
+            "external_launcher",
+            "an executor that gathers what all ranks tell, such as mp",
+            f"each of {parallel.world_size} schedulers would hear of its own rank only",
+        )
     problems.raise_if_any("kvprism")

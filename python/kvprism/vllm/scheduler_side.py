@@ -184,9 +184,11 @@ class SchedulerSide:
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         self._stirred = True
-        found = self._core.lookup(
-            self._number(request), request.num_tokens, request.block_hashes, local_tokens
-        )
+        number = self._number(request)
+        found = self._core.lookup(number, request.num_tokens, request.block_hashes, local_tokens)
+        if self._saves and request.num_tokens != request.num_prompt_tokens:
+            # What is saved ends with the prompt, also of a request that has answered already (D14).
+            self._core.prompt(number, request.num_prompt_tokens)
         return found, bool(found)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -280,6 +282,8 @@ class SchedulerSide:
             wanted = self._core.wants_save(saving.number)
             if wanted is not None:
                 self._core.save(saving.number, wanted, state.get_block_ids(request_id))
+            elif self._core.saves_paused():
+                break  # all of them are asked again in the next step
             reached = accepted - accepted % self._step_tokens
             saving.checked_below = reached + self._step_tokens
             if self._fine and accepted < request.num_prompt_tokens:

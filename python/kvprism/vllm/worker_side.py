@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._core import RankLoadEnd, RankLoads, StoreWorker
+from .._core import RankLoadEnd, RankLoads, ReadyToken, StoreWorker
 from ..logs import forward_log
 from ..rate_limited import RateLimited
 from .cache_config import Described, segment_map
@@ -68,32 +69,48 @@ class WorkerSide:
         self._names: dict[int, str] = {}
         self._bound: StepMetadata | None = None
         self._submitted = True
+        self._collected = True  # the step's results were asked for, so it has not failed
+        self._handled: BaseException | None = None  # when the step began
         self._reports: list[bytes] = []
         self._results = Results()
         self._closed = False
         self._unquiet = 0
         self._refused = RateLimited(logger, logging.ERROR)
         self._not_loaded = RateLimited(logger, logging.WARNING)
+        self._not_computed = RateLimited(logger, logging.ERROR)
         self._differences = Differences()
         self._stirred = False
         logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
 
     def bind(self, metadata: StepMetadata) -> None:
         """Takes a step's metadata; some runners never come to the end of the step before."""
-        self.submit()
+        self._submit(failed=not self._collected)
         self._bound = metadata
-        self._submitted = False
+        self._submitted = self._collected = False
+        self._handled = sys.exc_info()[1]
         self._results.finished.update(metadata.refused)
         self._results.failed.update(metadata.refused)
 
     def submit(self) -> None:
         """Hands the plan over, once, however often a runner comes here."""
+        self._submit(failed=self._failing())
+
+    def _failing(self) -> bool:
+        """Whether the step ends with an exception: vLLM comes here all the same, in a `finally`."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._handled
+
+    def _submit(self, *, failed: bool) -> None:
+        """With a failed step's plan no byte is moved: layers that did not run hold other tokens."""
         metadata = self._bound
         if metadata is None or self._submitted:
             return
         self._submitted = True
         if metadata.plan:
-            taken = self._worker.submit(metadata.plan, self._ready.token())
+            if failed:
+                self._not_computed("kvprism: a step has failed: its blocks are not saved")
+            token = ReadyToken.failed() if failed else self._ready.token()
+            taken = self._worker.submit(metadata.plan, token)
             if taken:
                 self._loads.expect(metadata.plan)
                 self._names.update(metadata.loads)
@@ -116,7 +133,10 @@ class WorkerSide:
         self._bound = None
 
     def take_results(self) -> Results:
-        """Loads that have ended since the last call."""
+        """Loads that have ended since the last call; an exception takes nothing away."""
+        if self._failing():
+            return Results()
+        self._collected = True
         self._take(self._worker.poll())
         results, self._results = self._results, Results()
         return results
@@ -147,7 +167,7 @@ class WorkerSide:
 
     def take_reports(self) -> ReportMetadata | None:
         """What the scheduler has to hear."""
-        if not self._reports:
+        if not self._reports or self._failing():
             return None
         reports = ReportMetadata(b"".join(self._reports))
         self._reports.clear()
@@ -155,7 +175,7 @@ class WorkerSide:
 
     def take_stats(self) -> StoreStats | None:
         """What this rank has moved of each group since the last call."""
-        if not self._stirred:
+        if not self._stirred or self._failing():
             return None
         self._stirred = False
         return self._differences.take_groups(self._worker.group_counters())
@@ -174,6 +194,7 @@ class WorkerSide:
         self._results.finished |= untold
         self._results.failed |= untold
         self._bound, self._submitted = before._bound, before._submitted
+        self._collected, self._handled = before._collected, before._handled
 
     def close(self) -> int:
         """Waits for what is in flight, within its bound; may be repeated.

@@ -1555,6 +1555,15 @@ class ReadyToken:
         """
 
     @staticmethod
+    def failed() -> ReadyToken:
+        """
+        The bytes were not written, e.g. because the step has failed.
+
+        Returns:
+            A token with which a plan's jobs end as failed, without a call.
+        """
+
+    @staticmethod
     def device_event(event: int, query: int, not_ready: int, destroy: int = 0, bind: int = 0, device: int = 0) -> ReadyToken:
         """
         A device event that was recorded after the writes.
@@ -1874,6 +1883,17 @@ class StoreScheduler:
 
         Raises:
             ArgumentError: A number does not fit; of a checked scheduler also an unknown request.
+            ClosedError: After `close`, or in a forked child.
+        """
+
+    def saves_paused(self) -> bool:
+        """
+        Whether `wants_save` says no to every request now: by mode, purge, back-off or max_held_percent.
+
+        Returns:
+            True while nothing is saved; afterwards `wants_save` is worth asking again.
+
+        Raises:
             ClosedError: After `close`, or in a forked child.
         """
 

@@ -50,10 +50,18 @@ class ReadyToken {
   static ReadyToken source(std::shared_ptr<ReadySource> source) noexcept {
     return ReadyToken(std::move(source));
   }
+  // The writes were not made, e.g. the step has failed: jobs with it end as failed, and no call is
+  // made for them. So the scheduler hears of a plan that must not run.
+  static ReadyToken failed();
 
   ReadyState query() const noexcept { return source_ ? source_->query() : ReadyState::kReady; }
 
  private:
+  class FailedSource final : public ReadySource {
+   public:
+    ReadyState query() noexcept override { return ReadyState::kFailed; }
+  };
+
   class EventSource final : public ReadySource {
    public:
     EventSource(void* event, DeviceEventApi api) noexcept : event_(event), api_(api) {}
@@ -82,5 +90,7 @@ class ReadyToken {
 
   std::shared_ptr<ReadySource> source_;  // null: ready
 };
+
+inline ReadyToken ReadyToken::failed() { return ReadyToken(std::make_shared<FailedSource>()); }
 
 }  // namespace kvprism
