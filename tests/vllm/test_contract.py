@@ -608,8 +608,6 @@ def test_every_method_of_the_contract_is_our_own() -> None:
 
 def test_what_the_connector_says_of_itself() -> None:
     """The base class would say that saves must be delivered (W-C18) and that it can sleep (N3)."""
-    from types import SimpleNamespace
-
     from kvprism.vllm import KVPrismConnector
 
     assert KVPrismConnector.supports_sleep_mode(None) is False

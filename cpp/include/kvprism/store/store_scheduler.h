@@ -327,8 +327,8 @@ class KVPRISM_API StoreScheduler {
 
   // What is ready to be saved and not yet planned; empty when nothing is.
   TokenRange wants_save(RequestId request, Instant now) noexcept;
-  // Whether wants_save() says no to every request now: by mode, purge, back-off or max_held_percent.
-  // Whoever asks only when a request has got further must ask again afterwards.
+  // Whether wants_save() says no to every request now: by mode, purge, back-off or
+  // max_held_percent. Whoever asks only when a request has got further must ask again afterwards.
   bool saves_paused(Instant now) const noexcept;
   // Plans the save of `range` from the engine's present tables of this step. Left out are null
   // entries, and blocks of windows that neither the request nor its load has filled.
