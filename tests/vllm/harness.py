@@ -16,9 +16,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kvprism.local_mooncake import LocalMooncake, die_with_parent
+from kvprism.local_mooncake import LocalMooncake
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
 # Four prompts of 2,502 tokens, 2,432 of them in whole blocks of 32.
@@ -38,7 +38,8 @@ ENVIRONMENT = {
     "KMP_BLOCKTIME": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
+# Variables that choose another version of vLLM (versions.py).
+VERSION = ("PYTHONPATH", "VLLM_TARGET_DEVICE")
 
 _ENGINE = {
     "dtype": "float32",
@@ -80,49 +81,39 @@ class Engine:
 class EngineProcess:
     """A process that runs a script of engines, with files as stdin, log, and answer (its fd 3).
 
-    It is a copy of one that has imported vLLM, unless it needs other imports.
+    It is a copy of one that has imported the version of vLLM that ``PYTHONPATH`` names.
     """
 
-    _copies: socket.socket | None = None
+    _originals: ClassVar[dict[str, socket.socket]] = {}
     _one_at_a_time = threading.Lock()
 
     def __init__(
         self, script: Path, stdin: int, log: int, answer: int, environment: Mapping[str, str]
     ) -> None:
-        self._told = -1
-        if "PYTHONPATH" in environment:
-            self._process = subprocess.Popen(
-                ["bash", "-c", f'exec "$@" 3>&{answer}', "bash", sys.executable, str(script)],
-                stdin=stdin,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **environment},
-                pass_fds=(answer,),
-                preexec_fn=die_with_parent(),
-            )
-            self.pid = self._process.pid
-            return
         self._told, writer = os.pipe()
         order = json.dumps({"script": str(script), "environment": dict(environment)}).encode()
         with self._one_at_a_time:
-            socket.send_fds(self._original(), [order], [stdin, log, answer, writer])
+            socket.send_fds(self._original(environment), [order], [stdin, log, answer, writer])
         os.close(writer)
         self.pid = self._number(300.0)
 
     @classmethod
-    def _original(cls) -> socket.socket:
-        if cls._copies is None:
-            cls._copies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _original(cls, environment: Mapping[str, str]) -> socket.socket:
+        version = {name: environment[name] for name in VERSION if name in environment}
+        path = version.get("PYTHONPATH", "")
+        if path not in cls._originals:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             script = str(SCRIPT.with_name("engine_copies.py"))
             number = theirs.fileno()
             subprocess.Popen(
                 ["bash", "-c", f'exec "$@" 3>&{number}', "bash", sys.executable, script],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **version},
                 pass_fds=(number,),
             )
             theirs.close()
-        return cls._copies
+            cls._originals[path] = ours
+        return cls._originals[path]
 
     def _number(self, timeout: float) -> int:
         text = b""
@@ -137,24 +128,17 @@ class EngineProcess:
 
     def kill(self, number: int) -> None:
         """Sends a signal, which does not matter to one that has ended; before wait() returns."""
-        if self._told < 0:
-            self._process.send_signal(number)
-        else:
-            os.kill(self.pid, number)  # its keeper lets nobody else have the number
+        os.kill(self.pid, number)  # its keeper lets nobody else have the number
 
     def wait(self, timeout: float) -> int:
         """The exit status, or minus the signal; once."""
         try:
-            if self._told < 0:
-                return self._process.wait(timeout)
-            status = self._number(timeout)
-        except (TimeoutError, subprocess.TimeoutExpired):
+            return self._number(timeout)
+        except TimeoutError:
             self.kill(signal.SIGKILL)
             raise
         finally:
-            if self._told >= 0:
-                os.close(self._told)
-        return status
+            os.close(self._told)
 
 
 def run_engines(
