@@ -112,7 +112,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         }
         none, cold = run([Engine(), Engine(ours, ring_pieces=str(pieces_file or ""))])
         objects = objects_of(mooncake)
-        warm, damaged = run([Engine(ours), Engine(damaging)])
+        # Tensor ranks are forked, which a process that has used Mooncake must not be.
+        (warm,) = run([Engine(ours)])
+        (damaged,) = run([Engine(damaging)])
     with harness.patient_mooncake() as mooncake:
         twice = Engine(BUILTIN, rounds=[harness.prompts()] * 2, reset=True)
         builtin: Any
