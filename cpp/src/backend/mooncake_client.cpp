@@ -547,6 +547,20 @@ class MooncakeClient final : public BlockingClient {
   detail::RegionTable regions_;
 };
 
+// The first process that has made a client: its children have copies of Mooncake without its
+// threads, and a set-up there would wait for them for ever (R71).
+std::atomic<pid_t> first_user = 0;
+
+void check_not_forked() {
+  pid_t none = 0;
+  const pid_t here = ::getpid();
+  if (first_user.compare_exchange_strong(none, here) || none == here) return;
+  fail(ErrorCode::kUnsupported, kSubject,
+       {"process", std::to_string(here),
+        "one that was not forked after Mooncake was used (by process " + std::to_string(none) + ")",
+        "start it with spawn, or fork before the first store is opened"});
+}
+
 void check_master(detail::Knock& master, Duration limit) {
   const std::string reason = master.failure(limit);
   if (reason.empty()) return;
@@ -615,7 +629,9 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
       return accepted_by_probe(file.path, master->address());
     };
   }
-  return detail::make_mooncake_client(mooncake::open_library(request), options, master);
+  const mooncake::Library& library = mooncake::open_library(request);
+  check_not_forked();
+  return detail::make_mooncake_client(library, options, master);
 }
 
 }  // namespace
