@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_the_mooncake_file_is_read_as_the_built_in_connector_reads_it(tmp_path: 
     assert "did you mean 'protocol'?" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{"])
+@pytest.mark.parametrize("content", [None, "[]", "{", "[" * 100_000])
 def test_a_bad_mooncake_file_is_named(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "mooncake.json"
     if content is not None:
@@ -139,6 +140,13 @@ def test_a_bad_mooncake_file_is_named(tmp_path: Path, content: str | None) -> No
     with pytest.raises(kvprism.ConfigError, match="MOONCAKE_CONFIG_PATH") as caught:
         read_options(MASTER, {"MOONCAKE_CONFIG_PATH": str(file)})
     assert str(file) in str(caught.value)
+
+
+def test_a_pipe_in_place_of_a_mooncake_file_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(kvprism.ConfigError, match="expected an ordinary file"):
+        read_options(MASTER, {"MOONCAKE_CONFIG_PATH": str(pipe)})
 
 
 def test_keys_of_the_built_in_connector_are_taken_where_they_change_nothing() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from pathlib import Path
 
+from .json_file import read_object
 from .problems import Problems, suggestion
 
 logger = logging.getLogger("vllm.kvprism")
@@ -22,7 +21,7 @@ class ControlFile:
     """
 
     def __init__(self, path: str, every_seconds: float = 1.0) -> None:
-        self._path = Path(path)
+        self._path = path
         self._every = every_seconds
         self._problem = ""  # told last
         self._read = ""  # the mode that was read last; only the thread writes it
@@ -65,20 +64,9 @@ class ControlFile:
 
     def _mode(self, problems: Problems) -> str:
         """An empty string where the file does not say."""
-        path = str(self._path)
-        try:
-            if self._path.exists() and not self._path.is_file():  # a pipe would never end
-                problems.add("control_file", path, "an ordinary file")
-                return ""
-            content = json.loads(self._path.read_text("utf-8"))
-        except OSError as error:
-            problems.add("control_file", path, "a file that can be read", str(error.strerror))
-            return ""
-        except (ValueError, RecursionError) as error:
-            problems.add("control_file", path, "a file with a JSON object", str(error))
-            return ""
-        if not isinstance(content, dict):
-            problems.add("control_file", path, "a file with a JSON object")
+        path = self._path
+        content = read_object(path, "control_file", problems)
+        if content is None:
             return ""
         for name in content:
             if name != "mode":

@@ -7,7 +7,7 @@ built-in connector are taken where they mean the same.
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import os
 import re
@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .json_file import read_object
 from .problems import Problems, suggestion
+
+logger = logging.getLogger("vllm.kvprism")
 
 MIB = 1 << 20
 _MIN_SEGMENT = 16 * MIB
@@ -430,23 +433,6 @@ def _take(
             problems.add(path, value, "a known option", suggestion(name, (*known, *passed_over)))
 
 
-def _read_file(path: str, problems: Problems) -> Mapping[str, Any]:
-    where = "MOONCAKE_CONFIG_PATH"
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except OSError as error:
-        problems.add(where, path, "a file that can be read", str(error.strerror))
-        return {}
-    except ValueError as error:
-        problems.add(where, path, "a file with a JSON object", str(error))
-        return {}
-    if not isinstance(content, dict):
-        problems.add(where, path, "a file with a JSON object")
-        return {}
-    return content
-
-
 def own_address() -> str:
     """The address by which other hosts would reach this one."""
     chosen = os.environ.get("VLLM_HOST_IP")
@@ -456,6 +442,10 @@ def own_address() -> str:
         try:
             probe.connect(("192.0.2.1", 9))  # nothing is sent
         except OSError:
+            logger.warning(
+                "kvprism: this host has no route to others: its address is 127.0.0.1 unless "
+                "local_hostname or VLLM_HOST_IP says otherwise"
+            )
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
@@ -487,7 +477,7 @@ def read_options(
     path = environment.get("MOONCAKE_CONFIG_PATH")
     if path:
         in_file = tuple(option.name for option in OPTIONS if option.file_key)
-        content = _read_file(path, problems)
+        content = read_object(path, "MOONCAKE_CONFIG_PATH", problems) or {}
         _take(content, path, in_file, _ACCEPTED_IN_FILE, values, problems)
         if content:
             # The built-in connector's defaults, on which a file relies by leaving keys out.
