@@ -63,11 +63,13 @@ class Finder {
   Finder(std::vector<HitGroup> groups, std::uint32_t step, std::uint32_t unit,
          std::uint32_t alignment)
       : search_(checked(std::move(groups), step, unit, alignment), {step, unit, alignment}) {}
-  explicit Finder(const Projection& projection) : search_(projection) {}
+  explicit Finder(const Projection& projection)
+      : search_(projection), replay_(projection.replay_tokens()) {}
 
   HitSearch& search() noexcept { return search_; }
   const HitSearch& search() const noexcept { return search_; }
   std::size_t groups() const noexcept { return search_.groups().size(); }
+  std::uint32_t replay_tokens() const noexcept { return replay_; }
   const Presence& presence() const noexcept { return presence_; }
 
   // One map: a byte per hash, the groups one after another.
@@ -104,6 +106,7 @@ class Finder {
   }
 
   HitSearch search_;
+  std::uint32_t replay_ = 1;  // tokens that a request computes anew after a hit
   Presence presence_;
 };
 
@@ -216,7 +219,7 @@ std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> prompt_end_
   const HitSearch& search = finder.search();
   bool drafts = false;
   for (const HitGroup& group : search.groups()) drafts |= group.draft;
-  const PromptEnd end = prompt_end(prompt_tokens, search.grid(), drafts);
+  const PromptEnd end = prompt_end(prompt_tokens, search.grid(), drafts, finder.replay_tokens());
   std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> chunks;
   for (std::uint32_t g = 0; g < search.groups().size() && end.proof != 0; ++g) {
     const HitGroup& group = search.groups()[g];
@@ -420,7 +423,8 @@ Returns:
                 retention ? std::optional((*retention)("retention")) : std::nullopt;
             return mask_rows(finder, start("start"), tokens("tokens"), interval,
                              prompt_tokens ? replay_boundaries((*prompt_tokens)("prompt_tokens"),
-                                                               search.grid().step, drafts)
+                                                               search.grid().step, drafts,
+                                                               finder.replay_tokens())
                                            : ReplayBoundaries{});
           },
           "tokens"_a, "start"_a = 0, nb::kw_only(), "retention"_a.none(),

@@ -90,6 +90,39 @@ TEST_F(HandOffTest, AFailedStateMayBeOfferedAgain) {
   EXPECT_EQ(offer(BlockId{7}, 32).size(), 1U);
 }
 
+// It was preempted before, and computes the state again behind the purge.
+TEST_F(HandOffTest, AStateThatAPurgeHasTakenAwayIsSavedAgain) {
+  end(offer(BlockId{5}, 16).at(0), JobOutcome::kOk);
+  scheduler_->preempted(kRequest);
+  scheduler_->purge(now_);
+  for (const Duration wait : {seconds(0), seconds(12)}) {
+    now_ = now_ + wait;
+    scheduler_->end_step(now_);
+    store_->end_removal({ItemStatus::kOk, 1});
+    scheduler_->end_step(now_);
+  }
+  ASSERT_EQ(scheduler_->purge_status().state, PurgeState::kDone);
+  scheduler_->advanced(kRequest, 48, {});
+  EXPECT_EQ(offer(BlockId{6}, 16).size(), 1u);
+}
+
+TEST_F(HandOffTest, AStateThatALookupNoLongerFindsIsSavedAgain) {
+  end(offer(BlockId{5}, 16).at(0), JobOutcome::kOk);
+  end(offer(BlockId{5}, 48).at(0), JobOutcome::kOk);
+  scheduler_->preempted(kRequest);
+  ASSERT_TRUE(scheduler_->lookup(kRequest, 65, hashes_.list(), 0, now_).pending);
+  scheduler_->end_step(now_);
+  // Of attention all is there, of states the one at 16 tokens.
+  std::vector<ItemStatus> items(8, ItemStatus::kOk);
+  for (const std::size_t state : {5u, 6u, 7u}) items[state] = ItemStatus::kMissing;
+  ASSERT_EQ(store_->lookups.front().keys().size(), items.size());
+  store_->end_lookup(items);
+  ASSERT_EQ(scheduler_->lookup(kRequest, 65, hashes_.list(), 0, now_).external_tokens, 16u);
+  scheduler_->advanced(kRequest, 48, {});
+  EXPECT_THAT(offer(BlockId{6}, 16), IsEmpty());
+  EXPECT_EQ(offer(BlockId{6}, 48).size(), 1u);
+}
+
 TEST_F(HandOffTest, AnotherRequestOfTheIdStartsAfresh) {
   EXPECT_EQ(offer(BlockId{5}, 32).size(), 1U);
   scheduler_->finished(kRequest, FinishReason::kCompleted);

@@ -129,11 +129,13 @@ TEST_F(LedgerTest, ARankThatIsGoneHoldsNothing) {
   ASSERT_TRUE(ledger.take_quiet(event));
   EXPECT_EQ(event.job, told_already);
   EXPECT_EQ(event.outcome, JobOutcome::kOk) << "what it has told holds";
+  EXPECT_FALSE(event.gone);
   EXPECT_FALSE(ledger.take_outcome(event)) << "rank 0 may still move bytes of the other";
   ledger.notice(Rank{0}, told(untold, JobOutcome::kOk, true), {}, {});
   ASSERT_TRUE(ledger.take_outcome(event));
   EXPECT_EQ(event.outcome, JobOutcome::kFailed);
   EXPECT_TRUE(event.whole);
+  EXPECT_TRUE(event.gone);
   ASSERT_TRUE(ledger.take_quiet(event));
   EXPECT_EQ(event.blocks, blocks);
   EXPECT_EQ(ledger.counters().duplicate_notices, 0u);
@@ -142,6 +144,25 @@ TEST_F(LedgerTest, ARankThatIsGoneHoldsNothing) {
   EXPECT_FALSE(ledger.take_outcome(event)) << "a worker in its place may be moving bytes";
   ledger.rank_gone(Rank{2}, {});
   EXPECT_EQ(ledger.counters().unknown_notices, 1u);
+}
+
+TEST_F(LedgerTest, AJobThatNoRankHasGotEndsOnAll) {
+  const JobId job = start(2);
+  ledger.withdraw(job, {});
+  ASSERT_TRUE(ledger.take_outcome(event));
+  EXPECT_EQ(event.outcome, JobOutcome::kFailed);
+  EXPECT_TRUE(event.whole && event.gone);
+  ASSERT_TRUE(ledger.take_quiet(event));
+  EXPECT_EQ(event.blocks, blocks);
+  ledger.withdraw(job, {});
+  EXPECT_FALSE(ledger.take_outcome(event));
+  // One that a rank itself has told as failed is another matter.
+  const JobId failed = start(2);
+  for (const Rank rank : {Rank{0}, Rank{1}})
+    ledger.notice(rank, told(failed, JobOutcome::kFailed, true), {}, {});
+  ASSERT_TRUE(ledger.take_outcome(event));
+  EXPECT_TRUE(event.whole);
+  EXPECT_FALSE(event.gone);
 }
 
 TEST_F(LedgerTest, OddNoticesAreCountedAndHarmless) {

@@ -123,17 +123,79 @@ class PromptEndTest : public ::testing::Test {
 
 TEST_F(PromptEndTest, LiesWhereAReplayStarts) {
   const HitGrid grid{16, 4, 4};
-  EXPECT_EQ(prompt_end(30, grid, false), (PromptEnd{28, 28}));
-  EXPECT_EQ(prompt_end(32, grid, false), (PromptEnd{28, 28})) << "the last token is computed anew";
-  EXPECT_EQ(prompt_end(33, grid, false), PromptEnd{}) << "whole steps are saved as such";
-  EXPECT_EQ(prompt_end(4, grid, false), PromptEnd{});
-  EXPECT_EQ(prompt_end(5, grid, false), (PromptEnd{4, 4}));
-  EXPECT_EQ(prompt_end(0, grid, false), PromptEnd{});
-  EXPECT_EQ(prompt_end(30, grid, true), (PromptEnd{24, 28}));
-  EXPECT_EQ(prompt_end(32, grid, true), (PromptEnd{28, 32}));
-  EXPECT_EQ(prompt_end(36, grid, true), (PromptEnd{32, 36})) << "what proves it is no whole step";
-  EXPECT_EQ(prompt_end(7, grid, true), PromptEnd{});
-  EXPECT_EQ(prompt_end(30, HitGrid{16, 4, 16}, false), PromptEnd{}) << "whole blocks only";
+  EXPECT_EQ(prompt_end(30, grid, false, 1), (PromptEnd{28, 28}));
+  EXPECT_EQ(prompt_end(32, grid, false, 1), (PromptEnd{28, 28}))
+      << "the last token is computed anew";
+  EXPECT_EQ(prompt_end(33, grid, false, 1), PromptEnd{}) << "whole steps are saved as such";
+  EXPECT_EQ(prompt_end(4, grid, false, 1), PromptEnd{});
+  EXPECT_EQ(prompt_end(5, grid, false, 1), (PromptEnd{4, 4}));
+  EXPECT_EQ(prompt_end(0, grid, false, 1), PromptEnd{});
+  EXPECT_EQ(prompt_end(30, grid, true, 1), (PromptEnd{24, 28}));
+  EXPECT_EQ(prompt_end(32, grid, true, 1), (PromptEnd{28, 32}));
+  EXPECT_EQ(prompt_end(36, grid, true, 1), (PromptEnd{32, 36}))
+      << "what proves it is no whole step";
+  EXPECT_EQ(prompt_end(7, grid, true, 1), PromptEnd{});
+  EXPECT_EQ(prompt_end(30, HitGrid{16, 4, 16}, false, 1), PromptEnd{}) << "whole blocks only";
+}
+
+TEST_F(PromptEndTest, LiesBeforeAllThatAReplayComputesAnew) {
+  const HitGrid grid{16, 4, 4};
+  EXPECT_EQ(prompt_end(30, grid, false, 3), (PromptEnd{24, 24}));
+  EXPECT_EQ(prompt_end(34, grid, false, 6), (PromptEnd{28, 28}));
+  EXPECT_EQ(prompt_end(34, grid, false, 2), PromptEnd{}) << "whole steps are saved as such";
+  EXPECT_EQ(prompt_end(6, grid, false, 6), PromptEnd{});
+  EXPECT_EQ(prompt_end(30, grid, true, 3), (PromptEnd{24, 28}));
+  EXPECT_EQ(prompt_end(30, grid, true, 9), (PromptEnd{20, 24}));
+}
+
+// A ring whose last 6 tokens are computed anew: whoever asks again is offered 24 of 30 tokens.
+TEST_F(PromptEndTest, ARingFindsWhatItsOwnSaveHasLeft) {
+  CacheConfig config = projection->config();
+  config.groups[1].spec.replay_tokens = 6;
+  config.groups[2] = test::window_group(4, 5);
+  projection = Projection::make(config, SpecRegistry::builtin());
+  schema = test::make_schema(projection);
+  StoreSchedulerOptions options;
+  options.epoch = 7;
+  scheduler.reset();
+  scheduler = std::make_unique<StoreScheduler>(schema, store, options);
+  const test::Rows rows{{{11, 12, 13, 14}, {21}, {0, 0, 0, 0, 35, 36, 37, 38}}};
+  scheduler->prompt(kRequest, 30);
+  scheduler->advanced(kRequest, 30, hashes.list());
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  for (std::size_t job = 0; job < plan.jobs.size(); ++job) {
+    for (const Move& move : moves(plan, job)) exists(move.group, {move.mark});
+  }
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_EQ(look_up(30).external_tokens, 24u);
+}
+
+TEST_F(PromptEndTest, OneThatEndsWithItsRankIsSavedAgain) {
+  scheduler->prompt(kRequest, 30);
+  ASSERT_THAT(compute(30).jobs, SizeIs(2));
+  scheduler->rank_gone(Rank{0}, now);
+  scheduler->preempted(kRequest);
+  EXPECT_THAT(compute(30).jobs, SizeIs(2)) << "the steps and the end of the prompt";
+}
+
+TEST_F(PromptEndTest, OneThatALookupNoLongerFindsIsSavedAgain) {
+  ASSERT_EQ(look_up(30).external_tokens, 0u);
+  const StepPlan& plan = compute(30);
+  const std::vector<JobId> jobs{plan.jobs.at(0).id, plan.jobs.at(1).id};
+  for (const JobId job : jobs) end(job, JobOutcome::kOk);
+  now = now + scheduler->options().saved_fresh_for;
+  scheduler->preempted(kRequest);
+  exists(0, {8, 16, 24, 28});
+  exists(1, {16, 28});
+  ASSERT_EQ(look_up(30).external_tokens, 28u);
+  EXPECT_THAT(compute(30).jobs, IsEmpty());
+  scheduler->preempted(kRequest);
+  store->present.erase(key(0, 28));
+  ASSERT_EQ(look_up(30).external_tokens, 16u);
+  const StepPlan& again = compute(30);
+  ASSERT_THAT(again.jobs, SizeIs(1));
+  EXPECT_THAT(moves(again, 0), ElementsAre(Move{0, 2, 13, 24, 0}, Move{0, 3, 14, 28, 4}));
 }
 
 TEST_F(PromptEndTest, IsSavedBesideTheWholeSteps) {
@@ -237,16 +299,22 @@ TEST_F(PromptEndTest, IsSavedAgainAfterAPurgeByWhoIsPreempted) {
   const StepPlan& plan = compute(30);
   const std::vector<JobId> jobs{plan.jobs.at(0).id, plan.jobs.at(1).id};
   for (const JobId job : jobs) end(job, JobOutcome::kOk);
-  scheduler->purge(now);
-  for (const Duration wait : {seconds(0), seconds(12)}) {
-    now = now + wait;
-    scheduler->end_step(now);
-    store->end_removal({ItemStatus::kOk, 1});
-    scheduler->end_step(now);
+  for (const bool before : {false, true}) {
+    if (before) scheduler->preempted(kRequest);
+    scheduler->purge(now);
+    for (const Duration wait : {seconds(0), seconds(12)}) {
+      now = now + wait;
+      scheduler->end_step(now);
+      store->end_removal({ItemStatus::kOk, 1});
+      scheduler->end_step(now);
+    }
+    ASSERT_EQ(scheduler->purge_status().state, PurgeState::kDone);
+    if (!before) scheduler->preempted(kRequest);
+    const StepPlan& again = compute(30);
+    ASSERT_THAT(again.jobs, SizeIs(2)) << "the steps and the end of the prompt";
+    const std::vector<JobId> anew{again.jobs[0].id, again.jobs[1].id};
+    for (const JobId job : anew) end(job, JobOutcome::kOk);
   }
-  ASSERT_EQ(scheduler->purge_status().state, PurgeState::kDone);
-  scheduler->preempted(kRequest);
-  EXPECT_THAT(compute(30).jobs, SizeIs(2)) << "the steps and the end of the prompt";
 }
 
 TEST_F(PromptEndTest, ARequestThatReplacesAnotherKeepsThePromptThatWasTold) {

@@ -289,6 +289,42 @@ TEST_F(PurgeTest, NothingIsUsedMeanwhileAndNoOlderTokenIsSavedAfterwards) {
   EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}));
 }
 
+TEST_F(PurgeTest, WhatWasPreemptedBeforeItIsSavedAfterIt) {
+  for (const JobOutcome outcome : {JobOutcome::kOk, JobOutcome::kFailed}) {
+    build();
+    report(save(), outcome, true);
+    scheduler->preempted(kRequest);
+    scheduler->purge(now);
+    finish_purge();
+    scheduler->advanced(kRequest, 64, hashes.list());
+    EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64})) << to_string(outcome);
+  }
+}
+
+TEST_F(PurgeTest, ASaveOfBeforeThatEndsWhileItDrainsHoldsUpNothing) {
+  build();
+  const JobId job = save();
+  scheduler->preempted(kRequest);
+  scheduler->purge(now);
+  report(job, JobOutcome::kPartial, true, {failed(0, 1, ItemStatus::kFailed)});
+  finish_purge();
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}));
+}
+
+TEST_F(PurgeTest, WhatWasLoadedBeforeItIsNotSaved) {
+  build();
+  ASSERT_EQ(offered(kRequest), 64u);
+  const JobId job = *scheduler->allocated(kRequest, 64, rows.get(), now);
+  scheduler->end_step(now);
+  report(job, JobOutcome::kOk, true);
+  ASSERT_EQ(load_ends().at(0).valid_tokens, 64u);
+  scheduler->purge(now);
+  finish_purge();
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+}
+
 TEST_F(PurgeTest, AnOvertakenLoadFailsAsAWholeOnceItIsQuiet) {
   build();
   ASSERT_EQ(offered(kRequest), 64u);
@@ -303,6 +339,28 @@ TEST_F(PurgeTest, AnOvertakenLoadFailsAsAWholeOnceItIsQuiet) {
   EXPECT_TRUE(ends[0].blocks_quiet);
   EXPECT_EQ(ends[0].valid_tokens, 0u);
   EXPECT_EQ(ends[0].failed.size(), 8u);
+  finish_purge();
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}))
+      << "it has nothing of before, and is computed from its first token";
+}
+
+TEST_F(PurgeTest, BesideAnOvertakenLoadLocalTokensAreOfBefore) {
+  build();
+  LookupResult found = scheduler->lookup(kRequest, 65, hashes.list(), 16, now);
+  ASSERT_TRUE(found.pending);
+  scheduler->end_step(now);
+  store->end_lookup(std::vector<ItemStatus>(store->lookups.front().keys().size(), ItemStatus::kOk));
+  found = scheduler->lookup(kRequest, 65, hashes.list(), 16, now);
+  ASSERT_EQ(found.external_tokens, 48u);
+  const JobId job = *scheduler->allocated(kRequest, 48, rows.get(), now);
+  scheduler->end_step(now);
+  scheduler->purge(now);
+  report(job, JobOutcome::kOk, true);
+  ASSERT_EQ(load_ends().at(0).valid_tokens, 16u);
+  finish_purge();
+  scheduler->advanced(kRequest, 64, hashes.list());
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
 }
 
 TEST_F(PurgeTest, AnEngineThatDetachesHearsOfItAtOnce) {
@@ -475,6 +533,34 @@ TEST_F(PurgeTest, WhoeverFindsItsOwnSaveDamagedOrGoneSavesItAgain) {
     store->removals.clear();
     store->removal_kinds.clear();
   }
+}
+
+TEST_F(PurgeTest, WhoeverIsPreemptedSavesAgainWhatItsLookupNoLongerFinds) {
+  const auto look_up = [&](std::size_t there) {
+    ASSERT_TRUE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+    scheduler->end_step(now);
+    std::vector<ItemStatus> items(store->lookups.front().keys().size(), ItemStatus::kMissing);
+    // Of both groups, one behind the other.
+    for (std::size_t chunk = 0; chunk < there; ++chunk)
+      items[chunk] = items[items.size() / 2 + chunk] = ItemStatus::kOk;
+    store->end_lookup(items);
+    ASSERT_FALSE(scheduler->lookup(kRequest, 65, hashes.list(), 0, now).pending);
+    scheduler->allocated(kRequest, 0, rows.get(), now);
+    scheduler->advanced(kRequest, 64, hashes.list());
+  };
+  build();
+  const JobId job = save();
+  scheduler->preempted(kRequest);
+  look_up(0);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "it is on its way";
+  report(job, JobOutcome::kOk, true);
+  scheduler->preempted(kRequest);
+  now = now + scheduler->options().saved_fresh_for;
+  look_up(4);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "all of it is there";
+  scheduler->preempted(kRequest);
+  look_up(1);
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{16, 64}));
 }
 
 // The load itself has taken a lease on it.

@@ -40,10 +40,10 @@ TEST(ReachableMask, RetentionThinsTheTailsOut) {
   const ReplayBoundaries none;
   EXPECT_EQ(picture({window_group(20), kGrid, 128, none}, 16), "......##......##");
   EXPECT_EQ(picture({window_group(20), kGrid, 0, none}, 16), "................");
-  EXPECT_EQ(picture({window_group(20), kGrid, 0, replay_boundaries(150, 64, false)}, 16),
+  EXPECT_EQ(picture({window_group(20), kGrid, 0, replay_boundaries(150, 64, false, 1)}, 16),
             "......##........")
       << "a prompt of 150 tokens is replayed from 128";
-  EXPECT_EQ(picture({window_group(20), kGrid, 128, replay_boundaries(250, 64, false)}, 16),
+  EXPECT_EQ(picture({window_group(20), kGrid, 128, replay_boundaries(250, 64, false, 1)}, 16),
             "......##..##..##");
 }
 
@@ -51,18 +51,28 @@ TEST(ReachableMask, OtherRulesKeepEverything) {
   HitGroup group = window_group(20);
   for (const HitRule rule : {HitRule::kPrefix, HitRule::kChunk, HitRule::kLastState}) {
     group.rule = rule;
-    EXPECT_TRUE((ReachableMask{group, kGrid, 0, replay_boundaries(150, 64, false)}.all()));
+    EXPECT_TRUE((ReachableMask{group, kGrid, 0, replay_boundaries(150, 64, false, 1)}.all()));
   }
 }
 
 TEST(ReachableMask, ReplayStartsBeforeTheLastToken) {
-  EXPECT_EQ(replay_boundaries(150, 64, false), (ReplayBoundaries{{128, 0}, 1}));
-  EXPECT_EQ(replay_boundaries(128, 64, false), (ReplayBoundaries{{64, 0}, 1}))
+  EXPECT_EQ(replay_boundaries(150, 64, false, 1), (ReplayBoundaries{{128, 0}, 1}));
+  EXPECT_EQ(replay_boundaries(128, 64, false, 1), (ReplayBoundaries{{64, 0}, 1}))
       << "its last token is computed again";
-  EXPECT_EQ(replay_boundaries(150, 64, true), (ReplayBoundaries{{64, 0}, 1}));
-  EXPECT_EQ(replay_boundaries(192, 64, true), (ReplayBoundaries{{64, 128}, 2}))
+  EXPECT_EQ(replay_boundaries(150, 64, true, 1), (ReplayBoundaries{{64, 0}, 1}));
+  EXPECT_EQ(replay_boundaries(192, 64, true, 1), (ReplayBoundaries{{64, 128}, 2}))
       << "the same prompt, and a longer one";
-  EXPECT_EQ(replay_boundaries(64, 64, true), (ReplayBoundaries{{0, 0}, 1}));
+  EXPECT_EQ(replay_boundaries(64, 64, true, 1), (ReplayBoundaries{{0, 0}, 1}));
+  EXPECT_EQ(replay_boundaries(0, 64, false, 1), (ReplayBoundaries{{0, 0}, 1}));
+}
+
+TEST(ReachableMask, ReplayMayStartSeveralTokensBeforeTheEnd) {
+  EXPECT_EQ(replay_boundaries(130, 64, false, 8), (ReplayBoundaries{{64, 128}, 2}))
+      << "the same prompt, and one that goes on";
+  EXPECT_EQ(replay_boundaries(150, 64, false, 8), (ReplayBoundaries{{128}, 1}));
+  EXPECT_EQ(replay_boundaries(6, 64, false, 8), (ReplayBoundaries{{0}, 1}));
+  EXPECT_EQ(replay_boundaries(192, 64, true, 8), (ReplayBoundaries{{64, 128}, 2}));
+  EXPECT_EQ(replay_boundaries(320, 64, true, 130), (ReplayBoundaries{{128, 192, 256}, 3}));
 }
 
 // What a retention keeps serves a hit at its multiples, at every replay and where a prompt left
@@ -80,7 +90,8 @@ TEST(ReachableMask, WhatIsKeptServesWhatItIsKeptFor) {
     groups[1].family = 1;
     const std::uint32_t retention = 64 * static_cast<std::uint32_t>(random() % 4);
     const std::uint32_t prompt = 1 + static_cast<std::uint32_t>(random() % 900);
-    ReplayBoundaries boundaries = replay_boundaries(prompt, 64, drafts);
+    const std::uint32_t replay = 1 + static_cast<std::uint32_t>(random() % 100);
+    ReplayBoundaries boundaries = replay_boundaries(prompt, 64, drafts, replay);
     boundaries.add(64 * static_cast<std::uint32_t>(random() % 12));
     const ReachableMask mask(groups[0], kGrid, retention, boundaries);
     thinned += mask.all() ? 0 : 1;

@@ -396,6 +396,22 @@ TEST_F(SchedulerTest, TheEnginesRetentionThinsWindowsOut) {
       << "a prompt of 129 tokens is replayed from 128";
 }
 
+TEST_F(SchedulerTest, RetentionKeepsTheWindowWhereARingsReplayStarts) {
+  std::vector<GroupConfig> groups{test::full_group(64), test::window_group(16, 20),
+                                  test::ring_group(8)};
+  groups[2].spec.replay_tokens = 8;
+  build_with_retention(groups);
+  const Hashes hashes(8, 1);
+  settle_lookup(130, hashes, 0);
+  ASSERT_EQ(projection->max_hit(130), 64u);
+  scheduler->advanced(kRequest, 128, hashes.list());
+  const Rows rows({{1, 2}, {10, 11, 12, 13, 14, 15, 16, 17}, {20}});
+  scheduler->save(kRequest, scheduler->wants_save(kRequest, now), rows.get(), now);
+  EXPECT_THAT(moves(scheduler->end_step(now), 0),
+              ElementsAre(Move{0, 0, 1, 64}, Move{0, 1, 2, 128}, Move{1, 2, 12, 48},
+                          Move{1, 3, 13, 64}, Move{1, 6, 16, 112}, Move{1, 7, 17, 128}));
+}
+
 TEST_F(SchedulerTest, RetentionDoesNotMakeSharedPrefixesBeSavedAgain) {
   build_with_retention({test::full_group(16), test::window_group(16, 17)});
   const Hashes hashes(10, 1);

@@ -180,6 +180,52 @@ TEST_F(SchedulerTest, WhatNoPlanHasNamedYetEndsWithARankThatIsGone) {
   }
 }
 
+// The same for what a plan has named: the store has refused none of it, and can be reached.
+TEST_F(SchedulerTest, WhatARankTakesWithItIsSavedAndOfferedAgain) {
+  for (const std::uint32_t ranks : {1u, 2u}) {
+    StoreSchedulerOptions options;
+    options.ranks = ranks;
+    build_hybrid(options);
+    const Hashes hashes(5, 1);
+    const Hashes others(5, 2);
+    const auto look_up = [&](RequestId request) {
+      if (!scheduler->lookup(request, 65, hashes.list(), 0, now).pending) return 0u;
+      scheduler->end_step(now);
+      store->end_lookup(
+          std::vector<ItemStatus>(store->lookups.front().keys().size(), ItemStatus::kOk));
+      return scheduler->lookup(request, 65, hashes.list(), 0, now).external_tokens;
+    };
+    const Rows rows({{1, 2, 3, 4}, {20}, {0, 0, 0, 10}});
+    std::vector<JobId> jobs;
+    for (const std::uint64_t id : {101u, 102u, 103u}) {
+      ASSERT_EQ(look_up(RequestId{id}), 64u);
+      jobs.push_back(*scheduler->allocated(RequestId{id}, 64, rows.get(), now));
+      scheduler->end_step(now);
+    }
+    const RequestId saving{8};
+    const Rows sources({{5, 6}, {21}, {0, 11}});
+    scheduler->advanced(saving, 32, others.list());
+    scheduler->save(saving, {0, 32}, sources.get(), now);
+    scheduler->boundary(saving, GroupId{2}, BlockId{11}, 32);
+    for (const JobRecord& job : scheduler->end_step(now).jobs) jobs.push_back(job.id);
+    ASSERT_EQ(jobs.size(), 5u);
+    scheduler->rank_gone(Rank{0}, now);
+    scheduler->preempted(saving);
+    if (ranks == 2) {
+      for (const JobId job : jobs) report(job, JobOutcome::kOk, true, {}, Rank{1});
+    }
+    EXPECT_EQ(scheduler->counters().ledger.alive, 0u);
+    scheduler->advanced(saving, 32, others.list());
+    EXPECT_EQ(scheduler->wants_save(saving, now), (TokenRange{0, 32}));
+    scheduler->boundary(saving, GroupId{2}, BlockId{11}, 32);
+    EXPECT_EQ(scheduler->end_step(now).jobs.size(), 1u) << "the state as well";
+    EXPECT_EQ(look_up(RequestId{104}), 64u);
+    EXPECT_EQ(scheduler->counters().offers_paused, 0u);
+    EXPECT_EQ(scheduler->counters().chunks_avoided, 0u);
+    EXPECT_EQ(scheduler->health().state, HealthState::kHealthy);
+  }
+}
+
 TEST_F(SchedulerTest, QuarantinedJobsDoNotKeepTheEngineStepping) {
   build({test::full_group(16)});
   const Hashes hashes(1, 1);

@@ -503,7 +503,8 @@ KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler
 /* The process of that worker has ended, and its memory is gone with it: of all jobs planned so far
    it counts as failed and quiet, and those that no plan has named yet end on all ranks. Never for a
    process that may live; a worker that takes its place must get no plan of before. Tell that its
-   requests were preempted: what they have computed is gone on that rank. */
+   requests were preempted: what they have computed is gone on that rank. Once it is computed again
+   it is saved. */
 KVPRISM_API kvprism_status kvprism_scheduler_rank_gone(kvprism_scheduler* scheduler, uint32_t rank,
                                                        int64_t now_ns, kvprism_error** error);
 /* One end a call; `found` is false when there is none. */

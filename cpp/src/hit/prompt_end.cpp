@@ -11,12 +11,14 @@ std::uint32_t stored_tokens(const HitGroup& group, const PromptEnd& end) noexcep
 
 }  // namespace
 
-PromptEnd prompt_end(std::uint32_t prompt_tokens, const HitGrid& grid, bool drafts) noexcept {
-  if (grid.alignment >= grid.step || prompt_tokens == 0) return {};
-  // A replay computes the last token anew; with drafts the last unit is computed anew anyway.
-  const std::uint32_t usable = drafts ? prompt_tokens : prompt_tokens - 1;
-  const std::uint32_t proof = usable - usable % grid.alignment;
+PromptEnd prompt_end(std::uint32_t prompt_tokens, const HitGrid& grid, bool drafts,
+                     std::uint32_t replay) noexcept {
+  if (grid.alignment >= grid.step || prompt_tokens <= replay) return {};
+  const auto aligned = [&](std::uint32_t tokens) { return tokens - tokens % grid.alignment; };
+  // With drafts the last unit is computed anew as well, where that is more.
   const std::uint32_t kept_back = drafts ? grid.alignment : 0;
+  const std::uint32_t proof =
+      std::min(aligned(prompt_tokens - replay) + kept_back, aligned(prompt_tokens));
   if (proof <= kept_back) return {};
   const std::uint32_t boundary = proof - kept_back;
   if (proof <= boundary - boundary % grid.step) return {};

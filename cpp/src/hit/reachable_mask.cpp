@@ -4,15 +4,24 @@
 
 namespace kvprism {
 
-ReplayBoundaries replay_boundaries(std::uint32_t prompt_tokens, std::uint32_t step,
-                                   bool drafts) noexcept {
+ReplayBoundaries replay_boundaries(std::uint32_t prompt_tokens, std::uint32_t step, bool drafts,
+                                   std::uint32_t replay) noexcept {
+  const auto less = [](std::uint32_t tokens, std::uint32_t by) {
+    return tokens - std::min(tokens, by);
+  };
   const auto aligned = [&](std::uint32_t tokens) { return tokens - tokens % step; };
-  const std::uint32_t again = aligned(prompt_tokens == 0 ? 0 : prompt_tokens - 1);
-  if (!drafts) return {{again, 0}, 1};
-  const auto before = [&](std::uint32_t tokens) { return tokens - std::min(tokens, step); };
-  const std::uint32_t longer = aligned(prompt_tokens);
-  if (again == longer) return {{before(again), 0}, 1};
-  return {{before(again), before(longer)}, before(again) == before(longer) ? 1u : 2u};
+  const std::uint32_t behind = drafts ? step : 0;
+  const std::uint32_t again = less(aligned(less(prompt_tokens, 1)), behind);
+  const std::uint32_t longer = drafts ? less(aligned(prompt_tokens), step) : again;
+  const std::uint32_t replayed = std::min(aligned(less(prompt_tokens, replay)), longer);
+  std::array all{replayed, again, longer};
+  std::sort(all.begin(), all.end());
+  ReplayBoundaries boundaries;
+  for (const std::uint32_t tokens : all) {
+    if (boundaries.count == 0 || boundaries.tokens[boundaries.count - 1] != tokens)
+      boundaries.add(tokens);
+  }
+  return boundaries;
 }
 
 ReachableMask::ReachableMask(const HitGroup& group, const HitGrid& grid,

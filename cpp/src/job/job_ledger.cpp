@@ -41,6 +41,7 @@ struct Job {
   std::uint64_t outcome_ranks = 0;  // one bit per rank
   std::uint64_t quiet_ranks = 0;
   bool whole = false;
+  bool gone = false;
   bool final = false;  // the outcome is decided
   bool quarantined = false;
   bool quiet_queued = false;
@@ -110,12 +111,27 @@ struct JobLedger::Impl {
     quiets.push_back(id);
   }
 
+  // The job's part at a rank that will tell no more of it.
+  void end_with(JobLedger& ledger, Rank rank, JobId id, Instant now) {
+    Job* const job = find(id);
+    if (job == nullptr) return;
+    JobReport gone;
+    gone.job = id;
+    gone.quiet = 1;
+    if ((job->outcome_ranks >> raw(rank) & 1) == 0) {
+      gone.outcome = JobOutcome::kFailed;
+      job->gone |= !job->final;
+    }
+    ledger.notice(rank, gone, {}, now);
+  }
+
   void describe(JobId id, const Job& job, JobEvent& out) const {
     out.job = id;
     out.request = job.request;
     out.kind = job.kind;
     out.outcome = job.outcome;
     out.whole = job.whole;
+    out.gone = job.gone;
     out.quarantined = job.quarantined;
     out.bytes = job.bytes;
     out.objects = job.objects;
@@ -195,13 +211,12 @@ void JobLedger::rank_gone(Rank rank, Instant now) {
     if ((job.quiet_ranks & bit) == 0) left.push_back(JobId{id});
   }
   std::sort(left.begin(), left.end(), [](JobId a, JobId b) { return raw(a) < raw(b); });
-  for (const JobId id : left) {
-    JobReport gone;
-    gone.job = id;
-    gone.quiet = 1;
-    if ((impl_->find(id)->outcome_ranks & bit) == 0) gone.outcome = JobOutcome::kFailed;
-    notice(rank, gone, {}, now);
-  }
+  for (const JobId id : left) impl_->end_with(*this, rank, id, now);
+}
+
+void JobLedger::withdraw(JobId job, Instant now) {
+  for (std::uint32_t rank = 0; rank < impl_->options.ranks; ++rank)
+    impl_->end_with(*this, Rank{rank}, job, now);
 }
 
 void JobLedger::advance(Instant now) {

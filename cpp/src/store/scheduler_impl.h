@@ -62,6 +62,12 @@ struct Request {
   bool purged = false;  // what it has computed is older than a purge: not to be saved
   RequestAccess access;
   Lookup lookup;
+
+  // Nothing of it is in the store, or on its way there.
+  void forget_saves() {
+    planned = end_planned = retry_above = 0;
+    handed_off.clear();
+  }
 };
 
 // A load that the engine waits for.
@@ -143,6 +149,9 @@ struct Offer {
 // One state of a request: its group and the tokens that it sums up.
 constexpr std::uint64_t state_mark(StoreIndex group, std::uint32_t tokens) noexcept {
   return std::uint64_t{raw(group)} << 32 | tokens;
+}
+constexpr std::uint32_t tokens_of_mark(std::uint64_t mark) noexcept {
+  return static_cast<std::uint32_t>(mark);
 }
 
 // A worker's own bound comes first, so that its report, which names the chunks, is the one that
@@ -326,7 +335,8 @@ struct StoreScheduler::Impl {
   // The end of the request's prompt; nothing when only whole blocks are kept, or when the prompt's
   // length is not known.
   PromptEnd end_of(const Request& request) const {
-    return prompt_end(request.prompt_tokens, search.grid(), has_drafts);
+    return prompt_end(request.prompt_tokens, search.grid(), has_drafts,
+                      projection().replay_tokens());
   }
   // Of the end of a prompt, which is other objects than the whole step that may end there too.
   std::uint64_t end_tag(const Request& request, const PromptEnd& end) const {
@@ -426,8 +436,6 @@ struct StoreScheduler::Impl {
   void end_removal(Instant now);
   // Objects that were leased are tried again, and count as absent meanwhile.
   void remove_again(Instant now);
-  // Ends a job that no rank has got.
-  void fail_everywhere(JobId job, Instant now);
   void leave_to_load(RequestId id, Request& request);
   static void note_mismatches(Load& load, Rank rank, std::span<const FailedChunk> failed);
   // Once all ranks have told theirs.
@@ -448,6 +456,8 @@ struct StoreScheduler::Impl {
   // Whether the store has the chunk no longer, or will not have it soon.
   static bool is_gone(const Load& load, const FailedChunk& chunk);
   void save_anew(Request& request, const Load& load, const JobEvent& end) const;
+  // A request that begins again has been looked up: the same for what the store has no longer.
+  void save_anew(RequestId id, Request& request, const detail::Answer& answer) const;
 };
 
 }  // namespace kvprism

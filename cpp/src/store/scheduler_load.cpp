@@ -94,7 +94,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
     // The engine waits for this load, so it ends like any other: as failed, through the ledger.
     builder.abandon();
     job = ledger.start(JobKind::kLoad, id, {}, detail::ledger_deadline(now, options.load_timeout));
-    fail_everywhere(job, now);
+    ledger.withdraw(job, now);
   }
   loads.emplace(raw(job), std::move(load));
   request.loading = true;
@@ -102,15 +102,6 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   flight.add(now, FlightKind::kLoad, raw(id), raw(job), hit - local);
   ++counters.loads;
   counters.hit_tokens += hit - local;
-}
-
-void StoreScheduler::Impl::fail_everywhere(JobId job, Instant now) {
-  JobReport failed;
-  failed.job = job;
-  failed.outcome = JobOutcome::kFailed;
-  failed.quiet = 1;
-  for (std::uint32_t rank = 0; rank < options.ranks; ++rank)
-    ledger.notice(Rank{rank}, failed, {}, now);
 }
 
 // Of a chunk with several findings the ledger keeps one; damage says more than any other.
@@ -146,6 +137,7 @@ void StoreScheduler::Impl::remember_unloadable(const Load& load, const JobEvent&
     in.add(detail::RecentPrefixes::tag_of(hash, group), now);
   };
   if (end.whole) {
+    if (end.gone) return;
     for (const RunRecord& run : load.runs) {
       for (std::uint32_t i = 0; i < run.count; ++i) {
         remember(unreached, run.group, run.first_chunk + i);
@@ -179,6 +171,24 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
   }
 }
 
+void StoreScheduler::Impl::save_anew(RequestId id, Request& request,
+                                     const detail::Answer& answer) const {
+  // With drafts a hit ends one unit before what is there, and a retention thins windows out.
+  const std::uint32_t found = answer.hit + (has_drafts ? search.grid().alignment : 0);
+  const std::uint32_t there = aligned(std::max(found, answer.shared));
+  const bool began =
+      request.planned != 0 || request.end_planned != 0 || !request.handed_off.empty();
+  if (!began || answer.hit >= request.lookup.max || request.accepted > 0 || request.loading) return;
+  // What is on its way is not missing.
+  for (const auto& [job, save] : saves) {
+    if (save.request == id && save.generation == request.generation) return;
+  }
+  request.planned = std::min(request.planned, there);
+  request.end_planned = 0;
+  std::erase_if(request.handed_off,
+                [&](std::uint64_t mark) { return detail::tokens_of_mark(mark) > found; });
+}
+
 // Where objects lie Mooncake tells only in structs that differ from version to version. When loads
 // fail and few come whole between them, a storage process has died or this engine is cut off: each
 // prefix would cost another load, and mostly a client (R51). A load that comes whole says that some
@@ -187,7 +197,7 @@ void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end
   constexpr std::uint32_t kFailure = 2;
   constexpr std::uint32_t kMost = 3 * kFailure;
   const bool unreached =
-      !load.runs.empty() &&
+      !load.runs.empty() && !end.gone &&
       (end.whole || std::any_of(end.failed.begin(), end.failed.end(), [&](const auto& chunk) {
          const ItemStatus status = finding(load, chunk);
          return status == ItemStatus::kFailed || status == ItemStatus::kUnavailable ||
@@ -262,8 +272,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   counters.load_time.add(now - load.planned_at);
   flight.add(now, FlightKind::kLoadEnd, raw(load.request), raw(id), result.valid_tokens);
   if (!load.overtaken) {
-    // A lost race is no trouble of the store's.
-    loads_fail = !result.complete &&
+    // Neither a lost race nor a lost rank is trouble of the store's.
+    loads_fail = !result.complete && !end.gone &&
                  (end.whole || !quiet ||
                   std::any_of(end.failed.begin(), end.failed.end(), [](const FailedChunk& chunk) {
                     const auto status = static_cast<ItemStatus>(chunk.status);
@@ -284,6 +294,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
       request->end_planned = prompt.proof;
     }
     if (!void_all) save_anew(*request, load, end);
+    // Nothing is left of what came before the purge, and nothing was there beside it.
+    if (load.overtaken && load.local == 0) request->purged = false;
     if (!result.complete && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;

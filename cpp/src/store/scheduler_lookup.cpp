@@ -43,6 +43,8 @@ void StoreScheduler::Impl::take_answers(Instant now) {
     if (options.tell_changes) tell_gone(*request, answer);
     request->lookup.hit = answer.hit;
     if (answer.shared > answer.hit) request->junction = answer.shared;
+    if (answer.first_round == nullptr && answer.asked && !answer.failed)
+      save_anew(answer.request, *request, answer);
     request->lookup.tails = std::move(answer.tails);
     if (open) {
       second_rounds.push_back(std::move(answer));

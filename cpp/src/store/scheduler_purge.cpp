@@ -47,10 +47,9 @@ void StoreScheduler::Impl::begin_purge(Instant now) {
   saved_prefixes.clear();
   for (auto& [id, request] : requests) {
     request.lookup.state = LookupState::kNone;
-    request.purged |= request.accepted > 0 || request.planned > 0 || request.loading ||
-                      !request.handed_off.empty();
-    request.planned = 0;
-    request.end_planned = 0;
+    // One that was preempted before holds nothing, whatever it had saved.
+    request.purged |= request.accepted > 0 || request.load_to > 0 || request.loading;
+    request.forget_saves();
   }
   queued.clear();
   event = {};

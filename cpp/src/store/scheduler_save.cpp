@@ -33,7 +33,8 @@ bool StoreScheduler::Impl::choose_chunks(const Request& request) {
   if (request.prompt_tokens == 0) retention.reset();
   ReplayBoundaries boundaries;
   if (retention) {
-    boundaries = replay_boundaries(request.prompt_tokens, step_tokens, has_drafts);
+    boundaries = replay_boundaries(request.prompt_tokens, step_tokens, has_drafts,
+                                   projection().replay_tokens());
     // Whoever comes next may leave there too (W-C19). Hits with drafts end one step earlier.
     const std::uint32_t junction =
         request.junction - std::min(request.junction, has_drafts ? step_tokens : 0);
@@ -222,7 +223,11 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   remember_saved(save, end, now);
   Request* const request = find(save.request, save.generation);
   if (request == nullptr) return;
-  if (save.prompt_end) return;  // it serves no longer prefix: what is lost of it is not made up for
+  if (save.prompt_end) {
+    // It serves no longer prefix: what the store has refused of it is not made up for.
+    if (end.gone) request->end_planned = 0;
+    return;
+  }
   if (save.range.empty()) {
     // A state that was not stored may be offered again.
     for (const std::uint64_t mark : save.tags) {
@@ -238,9 +243,11 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   hole = std::max(hole, save.range.from);
   if (hole < save.range.to && hole < request->planned) {
     // Twice as far each time: a store that stays away must not be sent the whole context at each
-    // step.
-    request->retry_above =
-        std::max(request->retry_above, request->planned + (request->planned - hole));
+    // step. What ends with a rank is computed anew, and the store has not refused it.
+    if (!end.gone) {
+      request->retry_above =
+          std::max(request->retry_above, request->planned + (request->planned - hole));
+    }
     request->planned = hole;
   }
 }

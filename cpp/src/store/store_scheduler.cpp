@@ -292,10 +292,7 @@ void StoreScheduler::preempted(RequestId id) {
   if (request->purged) {
     // It is computed anew from its first token, and nothing of it is in the store.
     request->purged = false;
-    request->planned = 0;
-    request->end_planned = 0;
-    request->retry_above = 0;
-    request->handed_off.clear();
+    request->forget_saves();
   }
   request->lookup.state = detail::LookupState::kNone;
 }
@@ -408,24 +405,15 @@ void StoreScheduler::rank_gone(Rank rank, Instant now) {
   detail::RecordedCall call(impl_->recorder.get(), RunCall::kRankGone, now,
                             [&](RunWriter w) { w.put(raw(rank)); });
   Impl& s = *impl_;
-  std::vector<JobRecord> unsent;
   if (raw(rank) < s.options.ranks) {
     // What no worker has yet would reach the one in its place, which holds nothing to be saved, and
     // whose loads would come into blocks that have been given back.
     s.drop_offers();
-    unsent = s.plan.jobs;
-    for (const JobRecord& job : unsent) s.fail_everywhere(job.id, now);
+    for (const JobRecord& job : s.plan.jobs) s.ledger.withdraw(job.id, now);
     s.plan.clear();
   }
   s.ledger.rank_gone(rank, now);
   s.settle(now);
-  // The store has refused none of these: what is computed anew is saved at once.
-  for (const JobRecord& job : unsent) {
-    Request* const request = s.find(job.request);
-    if (request == nullptr || job.kind != JobKind::kSave) continue;
-    request->retry_above = 0;
-    request->end_planned = 0;
-  }
 }
 
 void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {

@@ -18,9 +18,10 @@ struct PromptEnd {
   bool operator==(const PromptEnd&) const = default;
 };
 
-// The end of a prompt of `prompt_tokens`. Saves of whole steps of S do not cover it.
-KVPRISM_API PromptEnd prompt_end(std::uint32_t prompt_tokens, const HitGrid& grid,
-                                 bool drafts) noexcept;
+// The end of a prompt of `prompt_tokens`, of which a replay computes the last `replay` tokens, at
+// least 1, anew. Saves of whole steps of S do not cover it.
+KVPRISM_API PromptEnd prompt_end(std::uint32_t prompt_tokens, const HitGrid& grid, bool drafts,
+                                 std::uint32_t replay) noexcept;
 
 // Chunks of a group that are stored for `end`, beside the whole steps before it. The last one may
 // be stored in part. Empty for states, which the engine hands off.

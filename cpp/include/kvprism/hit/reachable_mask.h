@@ -15,17 +15,18 @@ namespace kvprism {
 // Prefixes at which a later request can start, multiples of S: those of replay_boundaries(), and
 // where the prompt leaves one that others have stored.
 struct ReplayBoundaries {
-  std::array<std::uint32_t, 3> tokens{};
+  std::array<std::uint32_t, 4> tokens{};
   std::uint32_t count = 0;
 
-  // At most three in all.
+  // At most four in all.
   void add(std::uint32_t prefix) noexcept { tokens[count++] = prefix; }
   bool operator==(const ReplayBoundaries&) const = default;
 };
-// Where a request that replays a prompt of `prompt_tokens` starts: the same prompt again, and a
-// longer one; one or two, ascending. With drafts a hit ends one step earlier.
+// Where a request that replays a prompt of `prompt_tokens` starts: the same prompt again, of which
+// `replay` tokens are computed anew, and one that is a little longer; one to three, ascending. With
+// drafts a hit ends one step earlier.
 KVPRISM_API ReplayBoundaries replay_boundaries(std::uint32_t prompt_tokens, std::uint32_t step,
-                                               bool drafts) noexcept;
+                                               bool drafts, std::uint32_t replay) noexcept;
 
 // Ownership: value. Threads: value.
 class KVPRISM_API ReachableMask {
@@ -56,7 +57,7 @@ class KVPRISM_API ReachableMask {
   std::uint32_t need_ = 0;     // chunks that a hit needs
   std::uint32_t shift_ = 0;    // chunks by which they lie beyond the hit
   std::uint32_t segment_ = 0;  // chunks between hits; 0: none
-  std::array<ChunkRange, 3> tails_{};
+  std::array<ChunkRange, 4> tails_{};
   std::uint32_t count_ = 0;
 };
 

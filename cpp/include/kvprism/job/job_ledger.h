@@ -29,6 +29,9 @@ struct JobEvent {
   JobKind kind{};
   JobOutcome outcome{};  // merged over the ranks: the worst; kExpired when one was silent
   bool whole = false;    // no chunk can be counted on: a rank failed as a whole, or did not answer
+  // A rank's part ended with its process, or no rank had got the job: that says nothing of the
+  // store.
+  bool gone = false;
   bool quarantined = false;  // for quiet events: was in quarantine before
   std::uint64_t bytes = 0;   // over all ranks
   std::uint32_t objects = 0;
@@ -72,6 +75,9 @@ class KVPRISM_API JobLedger {
   // The rank's process has ended: nothing that it had not told will be, and its memory is gone with
   // it. Of all jobs alive it counts as failed and quiet; later ones are its successor's.
   void rank_gone(Rank rank, Instant now);
+
+  // No rank has got the job, or will: on all of them it counts as failed and quiet.
+  void withdraw(JobId job, Instant now);
 
   // Expires outcomes and moves jobs to quarantine.
   void advance(Instant now);

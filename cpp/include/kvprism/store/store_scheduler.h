@@ -288,8 +288,9 @@ class KVPRISM_API StoreScheduler {
   // Removes every object whose key begins as this scheduler's keys do, all ranks' and groups', and
   // no other (W-C11). From now on nothing is looked up, loaded or saved until it is done; jobs in
   // flight end first, so that none lands afterwards, and a load that is overtaken fails as a whole.
-  // What requests of now have computed is not saved, before or after; one that is preempted later
-  // begins anew. Only tokens that advanced() has told count: tell of every request that has
+  // What requests of now have computed is not saved, before or after. One that is preempted begins
+  // anew, also if it was preempted before, and so does one whose load is overtaken and that has no
+  // local tokens. Only tokens that advanced() has told count: tell of every request that has
   // computed any before the purge, or what it computes afterwards is taken for new from its first
   // token on. Lookups in flight end first as well. Moves on in end_step. Objects that another
   // engine of the namespace reads or looks up meanwhile stay: purge on all of them. A second call
@@ -338,6 +339,8 @@ class KVPRISM_API StoreScheduler {
   // not change until the job that saves it is quiet.
   void boundary(RequestId request, GroupId group, BlockId block, std::uint32_t tokens);
 
+  // The request has lost its blocks, and begins again when it is looked up or advances. What was
+  // saved of it is not saved again, but for what its next lookup does not find.
   void preempted(RequestId request);
   void finished(RequestId request, FinishReason how);
 
@@ -356,7 +359,8 @@ class KVPRISM_API StoreScheduler {
   // counts as failed and quiet, so that no block waits for it. Never for a process that may live:
   // its calls would go on in blocks that are somebody else's. A worker that takes its place must
   // get no plan of before: what no plan has named yet ends on all ranks, states that were offered
-  // included. What requests have computed is gone on that rank; tell that they were preempted.
+  // included. What requests have computed is gone on that rank; tell that they were preempted. What
+  // ended so is saved once it is computed again, and offered as before: the store refused nothing.
   void rank_gone(Rank rank, Instant now);
 
   // Appends and forgets.
