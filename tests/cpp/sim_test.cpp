@@ -225,9 +225,12 @@ TEST(GroupModel, FamiliesShareTheirDrafts) {
   EXPECT_TRUE(groups[1].draft && groups[4].draft);
   EXPECT_FALSE(groups[2].draft || groups[3].draft);
   EXPECT_TRUE(model_drafts(groups));
-  EXPECT_EQ(model_checkpoint(33, 8, false), 32U);
-  EXPECT_EQ(model_checkpoint(32, 8, false), 24U);
-  EXPECT_EQ(model_checkpoint(32, 8, true), 24U) << "one unit is computed anew in any case";
+  EXPECT_EQ(model_checkpoint(33, 8, false, 1), 32U);
+  EXPECT_EQ(model_checkpoint(32, 8, false, 1), 24U);
+  EXPECT_EQ(model_checkpoint(33, 8, false, 2), 24U);
+  EXPECT_EQ(model_checkpoint(32, 8, true, 1), 24U) << "one unit is computed anew in any case";
+  EXPECT_EQ(model_checkpoint(32, 8, true, 9), 16U);
+  EXPECT_EQ(model_checkpoint(5, 8, true, 9), 0U);
 }
 
 TEST(GroupModel, ReplicasHoldTheSameHeads) {

@@ -171,6 +171,41 @@ void Engine::rank_gone(Rank rank, Instant now) {
   impl_->settle();
 }
 
+void Engine::empty_cache() {
+  Impl& e = *impl_;
+  std::vector<BlockId> cached;
+  e.cache.for_each([&](BlockId block, const PrefixCache::Entry&) { cached.push_back(block); });
+  for (const BlockId block : cached) {
+    e.cache.erase(block);
+    if (e.pool.state(block) != BlockPool::State::kCached) continue;
+    e.pool.drop_cached(block);
+    e.poison(block);
+  }
+  for (const auto& [id, sequence] : e.sequences)
+    sequence->uncached = sequence->phase != Sequence::Phase::kWaiting;
+}
+
+void Engine::replace_rank(Rank rank, EngineRank by, Instant now) {
+  Impl& e = *impl_;
+  empty_cache();
+  e.ranks[raw(rank)] = std::move(by);
+  rank_gone(rank, now);
+  while (!e.running.empty()) {
+    Sequence& sequence = *e.running.back();
+    e.running.pop_back();
+    e.preempt(sequence);
+    e.waiting.push_front(&sequence);
+  }
+  for (Sequence* const sequence : e.waiting) {
+    if (sequence->phase == Sequence::Phase::kReady) e.preempt(*sequence);
+  }
+  for (auto& [job, load] : e.loads) {
+    if (load.sequence == nullptr || load.sequence->phase != Sequence::Phase::kLoading) continue;
+    load.again = true;
+    e.scheduler->preempted(load.sequence->id);
+  }
+}
+
 bool Engine::step(Instant now) {
   const bool computed = begin_step(now);
   finish_step(now);

@@ -150,7 +150,7 @@ bool Engine::Impl::allocate_load(Sequence& sequence, std::uint32_t local, std::u
 
 // Full blocks of tokens [from, to) enter the engine's own cache.
 void Engine::Impl::remember(Sequence& sequence, std::uint32_t from, std::uint32_t to) {
-  if (!options.local_cache) return;
+  if (!options.local_cache || sequence.uncached) return;
   for (const GroupModel& group : groups) {
     if (group.kind == GroupModel::Kind::kRing) continue;
     const auto& table = sequence.tables[raw(group.id)];

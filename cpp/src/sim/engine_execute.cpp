@@ -185,6 +185,11 @@ void Engine::Impl::end_load(const LoadEnd& end) {
          " valid ones");
     return;
   }
+  if (load.again) {
+    drop_tables(*sequence);
+    sequence->phase = Sequence::Phase::kWaiting;
+    return;
+  }
   accept_load(*sequence, load, valid);
 }
 
@@ -225,6 +230,7 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
   if (valid == 0) drop_tables(sequence);
   stats.external_hit_tokens += valid - load.local;
   if (!sequence.started) sequence.result.external_hit_tokens = valid - load.local;
+  sequence.result.found_tokens = std::max(sequence.result.found_tokens, valid);
   sequence.started = true;
   remember(sequence, load.local, valid);
 }

@@ -61,7 +61,8 @@ struct Sequence {
   bool frozen = false;          // and lies inside a block, which must not change from then on
   std::uint32_t prefill = 0;    // tokens that were there when it was scheduled from the start
   bool started = false;
-  std::uint64_t preempted_in = 0;            // the last pass that took its blocks; 0: none
+  bool uncached = false;           // it rests on what the engine's own cache has forgotten
+  std::uint64_t preempted_in = 0;  // the last pass that took its blocks; 0: none
   std::vector<std::vector<BlockId>> tables;  // by group
   std::uint32_t reported_hashes = 0;         // to the observer
   FinishedRequest result;
@@ -72,6 +73,7 @@ struct LoadRecord {
   std::uint32_t local = 0;
   std::uint32_t hit = 0;
   std::vector<Destination> destinations;
+  bool again = false;  // a rank has lost the local tokens: its request begins again
 };
 
 struct Scheduled {
@@ -154,7 +156,8 @@ struct Engine::Impl {
   std::uint32_t max_hit(std::uint32_t tokens) const;
   // Where the state at the end of the prompt is kept; 0 when hits end on whole blocks only.
   std::uint32_t checkpoint(const Sequence& sequence) const {
-    return alignment < step_tokens ? model_checkpoint(sequence.prefill, alignment, drafts) : 0;
+    if (alignment == step_tokens) return 0;
+    return model_checkpoint(sequence.prefill, alignment, drafts, replay);
   }
   bool can_ever_fit(const Request& request) const;
   std::uint32_t target(const Sequence& sequence, std::uint32_t budget) const;

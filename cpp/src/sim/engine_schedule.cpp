@@ -62,6 +62,7 @@ void Engine::Impl::preempt(Sequence& sequence) {
   sequence.computed = 0;
   sequence.offered = false;
   sequence.frozen = false;
+  sequence.uncached = false;
   sequence.phase = Sequence::Phase::kWaiting;
   ++sequence.result.preemptions;
   ++stats.preemptions;
@@ -139,6 +140,7 @@ bool Engine::Impl::schedule_running(Instant, std::uint32_t& budget) {
 void Engine::Impl::first_start(Sequence& sequence, std::uint32_t local) {
   stats.local_hit_tokens += local;
   if (!sequence.started) sequence.result.local_hit_tokens = local;
+  sequence.result.found_tokens = std::max(sequence.result.found_tokens, local);
 }
 
 bool Engine::Impl::start_ready(Sequence& sequence, std::uint32_t& budget) {

@@ -54,6 +54,11 @@ void JobJudge::hash_made(std::span<const std::uint8_t> hash,
 void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
                          std::uint32_t local, const LookupResult& answer) {
   left_.erase(raw(request));
+  if (!answer.pending && !purging_ && !ends_later(request)) {
+    sound_.insert(raw(request));
+  } else {
+    sound_.erase(raw(request));
+  }
   // Where the request leaves others may move, and of a window only what lies before that is kept.
   if (retains_) {
     std::erase_if(holes_[raw(request)], [](const Hole& hole) { return !hole.whole_prefix; });
@@ -270,7 +275,27 @@ bool JobJudge::plan_reaches(std::uint32_t rank, const StepPlan& plan) {
 
 void JobJudge::rank_died(std::uint32_t rank) {
   dead_ |= 1u << rank;
-  for (auto& [id, job] : jobs_) job.lost[rank] = true;
+  sound_.clear();
+  for (auto& [id, job] : jobs_) {
+    job.lost[rank] = true;
+    if (job.kind == JobKind::kSave && !everywhere(job.outcome_delivered)) cut_saves_.push_back(id);
+  }
+  for (const auto& [job, request] : open_loads_) excused_loads_.insert(job);
+}
+
+void JobJudge::rank_replaced(std::uint32_t rank) {
+  dead_ &= ~(1u << rank);
+  had_job_[rank] = false;
+  last_plan_.clear();  // the new worker has not had it
+}
+
+bool JobJudge::ends_later(RequestId request) const {
+  const auto generation = generations_.find(raw(request));
+  return std::any_of(cut_saves_.begin(), cut_saves_.end(), [&](std::uint64_t id) {
+    const Job& job = jobs_.at(id);
+    return job.request == request && generation != generations_.end() &&
+           job.generation == generation->second && !everywhere(job.outcome_delivered);
+  });
 }
 
 void JobJudge::load_started(RequestId request, JobId job) {
@@ -305,7 +330,7 @@ void JobJudge::load_ended(const LoadEnd& end) {
   // What is told of a load that was given up is true, and not owed.
   if (job != jobs_.end()) owe_gone(job->second, present && end.blocks_quiet);
   if (!end.complete && present) failed_loads_.insert(raw(end.request));
-  if (!end.complete && clean_) {
+  if (!end.complete && clean_ && !excused_loads_.contains(raw(end.job))) {
     fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
   }
   // What came from the store closes the holes before it.
@@ -326,7 +351,11 @@ void JobJudge::purged() {
   damaged_.clear();
   avoided_.assign(kAvoided, {});
   purging_ = true;
-  for (const auto& [job, request] : open_loads_) overtaken_loads_.insert(job);
+  sound_.clear();
+  for (const auto& [job, request] : open_loads_) {
+    overtaken_loads_.insert(job);
+    excused_loads_.insert(job);
+  }
 }
 
 void JobJudge::forget(RequestId request) {
@@ -337,6 +366,7 @@ void JobJudge::forget(RequestId request) {
   asked_.erase(raw(request));
   failed_loads_.erase(raw(request));
   outdated_.erase(raw(request));
+  sound_.erase(raw(request));
 }
 
 void JobJudge::left(RequestId request) {

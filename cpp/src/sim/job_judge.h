@@ -55,6 +55,8 @@ class JobJudge final : public EngineObserver {
   void hold_still(std::uint32_t ranks) noexcept { still_ = ranks; }
   // The rank's process ends, and the scheduler will be told of it.
   void rank_died(std::uint32_t rank);
+  // And another one takes its place.
+  void rank_replaced(std::uint32_t rank);
   // The scheduler has been told: nothing that the rank has not told holds a block.
   void rank_gone(std::uint32_t rank, Instant now);
   // Called in the middle of each step.
@@ -102,6 +104,9 @@ class JobJudge final : public EngineObserver {
   }
   bool plan_reaches(std::uint32_t rank, const StepPlan& plan) override;
   bool moves(std::uint32_t rank) override { return ((still_ | dead_) >> rank & 1) == 0; }
+  // Whether all that the request has computed since it began, or began again, is to be stored:
+  // neither a purge nor the end of a rank has come between.
+  bool sound(RequestId request) const { return sound_.contains(raw(request)); }
   void preempted(RequestId request) override { outdated_.erase(raw(request)); }
   void left(RequestId request) override;
   void outdated(RequestId request) override { outdated_.insert(raw(request)); }
@@ -152,6 +157,8 @@ class JobJudge final : public EngineObserver {
     std::vector<Failed> failed;  // on any rank
     std::vector<Failed> late;    // told when the outcome was known: true, and nobody's duty
   };
+  // A save of the request, of which a rank that has ended had a part, has not ended yet.
+  bool ends_later(RequestId request) const;
   void check_allowed(const JobRecord& record);
   bool mode_allows(JobKind kind) const noexcept;
   bool everywhere(const std::array<bool, kMaxRanks>& flags) const;
@@ -205,6 +212,9 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
   std::unordered_set<std::uint64_t> ended_loads_;
   std::unordered_set<std::uint64_t> overtaken_loads_;  // by a purge
+  std::unordered_set<std::uint64_t> excused_loads_;    // the same, or by the end of a rank
+  std::unordered_set<std::uint64_t> sound_;            // requests
+  std::vector<std::uint64_t> cut_saves_;               // by the end of a rank
   std::uint64_t num_loads_ = 0;
   std::unordered_map<std::uint64_t, std::vector<Hole>> holes_;  // by request
   std::unordered_set<std::string> stored_;  // contents that every rank has said to have stored

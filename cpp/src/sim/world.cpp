@@ -47,6 +47,7 @@ WorldRun::WorldRun(const WorldOptions& options)
       config_(make_world_config(options.seed, options.without)),
       random_(options.seed ^ 0x776f726c64ull),
       later_random_(options.seed ^ 0x6c617465ull),
+      again_random_(options.seed ^ 0x616761696eull),
       projection_(Projection::make(config_.cache, world_registry())),
       schema_(KeySchema::make(projection_, facts(*projection_))),
       pool_(std::make_shared<MemoryPool>(config_.pool)),

@@ -129,6 +129,7 @@ void WorldRun::check_stored(const Completed& done) {
   const std::uint32_t untold = states ? 0 : config_.engine.draft_tokens;
   const std::uint32_t computed = trail.size() - 1 - std::min(trail.size() - 1, untold);
   const bool drafts = model_drafts(objects_.groups());
+  const std::uint32_t replay = model_replay(objects_.groups());
   const std::uint32_t behind = drafts ? step_tokens_ : 0;  // an object that proves the prefix
   const std::uint32_t steps = computed - computed % step_tokens_;
   const std::uint32_t last = steps - std::min(steps, behind);
@@ -143,7 +144,7 @@ void WorldRun::check_stored(const Completed& done) {
                {.windows = !retention, .states = last == stop && (!drafts || done.start < stop)});
   // A draft's prompt ends a unit behind it, where a window may have moved on.
   if (objects_.alignment() < step_tokens_) {
-    const std::uint32_t end = model_checkpoint(done.prompt, objects_.alignment(), drafts);
+    const std::uint32_t end = model_checkpoint(done.prompt, objects_.alignment(), drafts, replay);
     // One that has found more does not stop there.
     check_stored(
         done, trail, end,
@@ -154,9 +155,12 @@ void WorldRun::check_stored(const Completed& done) {
   if (done.junction != 0) count(WorldFault::kJunction);
   const Asked windows{.windows = true, .states = false};
   if (*retention != 0) check_stored(done, trail, last - last % *retention, windows);
-  // The same prompt again, a longer one, and one that leaves it where this one left another.
+  // Where the same prompt starts when it comes again, where it did if a token were enough to
+  // compute, a longer one, and one that leaves it where this one left another.
+  const std::uint32_t again = done.prompt - std::min(done.prompt, replay);
   for (const std::uint32_t end :
-       {before(done.prompt - 1), drafts ? before(done.prompt) : 0, before(done.junction)}) {
+       {std::min(again - again % step_tokens_, drafts ? before(done.prompt) : UINT32_MAX),
+        before(done.prompt - 1), drafts ? before(done.prompt) : 0, before(done.junction)}) {
     // Of one that has found more the window before it came from nowhere.
     if (end <= last && end >= done.start) check_stored(done, trail, end, windows);
   }
@@ -175,6 +179,10 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
     if (window && !asked.windows) continue;
     // Of a window of one token the engine's own cache keeps no block that could be saved again.
     if (window && group.window == 1 && (done.prompt == 0 || end <= done.start)) continue;
+    // What was computed while a purge ran is in the engine's own cache only: whoever finds it there
+    // neither has the window before it nor comes by its states.
+    const bool state = group.kind == GroupModel::Kind::kState;
+    if (config_.purges && ((window && end < done.found) || (state && end <= done.found))) continue;
     // Accepted drafts carry a request past the end of an attention chunk, whose blocks are gone
     // then.
     if (group.kind == GroupModel::Kind::kChunk && config_.engine.draft_tokens != 0) continue;
@@ -190,7 +198,6 @@ void WorldRun::check_stored(const Completed& done, const TokenTrail& trail, std:
     if (behind && group.kind != GroupModel::Kind::kFull && group.tokens < step_tokens_) continue;
     // A request that leaves before its next step never offers its last state, and long steps pass
     // states by.
-    const bool state = group.kind == GroupModel::Kind::kState;
     // One that begins with a hit inside the next block never comes by there.
     if (state && end < done.start) continue;
     if (state &&

@@ -555,6 +555,9 @@ WorldConfig make_world_config(std::uint64_t seed, std::string_view without) {
   add_later_faults(SeededRandom(seed ^ 0x6c61746572ull), config);
 
   if (config.clean) {
+    SeededRandom interrupted(seed ^ 0x616761696eull);
+    config.purges = interrupted.chance(1, 3);
+    config.replaces_ranks = interrupted.chance(1, 3);
     // Nothing may be lost here, so no bound may pass either.
     config.faults = FaultPlan{};
     config.later = {.lag = config.later.lag};
@@ -622,6 +625,7 @@ std::string WorldConfig::describe() const {
           dashes(!engine.aligned_steps, "steps end anywhere") +
           dashes(engine.keep_blocks_of_aborted_loads, "aborted loads keep blocks") +
           dashes(scheduler.detach_quarantined_loads, "detached loads") + dashes(clean, "clean") +
+          dashes(purges, "purges") + dashes(replaces_ranks, "ranks replaced") +
           dashes(hold_reports, "held reports") + dashes(reorder_reports, "reordered reports") +
           dashes(engine.resume_at_once, "resumes at once") + dashes(later.lag, "ranks lag") +
           dashes(later.lose_reports, "lost reports") + dashes(later.lose_plans, "lost plans") +

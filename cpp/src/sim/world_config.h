@@ -47,6 +47,8 @@ struct WorldConfig {
   bool erase_objects = false;
   bool restarts = true;
   LaterFaults later;
+  bool purges = false;          // of clean worlds: those that are purged
+  bool replaces_ranks = false;  // and those whose ranks end and are replaced
   SimMemoryOptions memory;
   std::uint32_t max_requests = 6;  // unfinished at a time
   std::uint32_t max_prompt = 96;

@@ -35,8 +35,8 @@ void WorldRun::event() {
     trace("time jumps");
   } else if (roll < 998) {
     noise_event();
-  } else if (config_.restarts) {
-    restart();
+  } else if (config_.restarts && !(config_.clean && purging_)) {
+    restart();  // a purge that is cut off may have removed anything
   }
   take_finished();
 }
@@ -222,6 +222,7 @@ void WorldRun::take_finished() {
     std::erase(live_, request.id);
     std::erase(leaving_, request.id);
     const std::uint32_t junction = life_.judge->junction(request.id);
+    const bool sound = life_.judge->sound(request.id);
     life_.judge->forget(request.id);
     if (request.rejected) continue;
     // Their jobs may still be running.
@@ -230,11 +231,15 @@ void WorldRun::take_finished() {
     std::vector<std::uint32_t> tokens = std::move(prompts_[raw(request.id)]);
     tokens.insert(tokens.end(), request.output.begin(), request.output.end());
     if (request.aborted) continue;
-    // One that was preempted has started again somewhere else.
-    const std::uint32_t prompt = request.preemptions == 0 ? request.prompt_tokens : 0;
-    if (config_.clean)
-      completed_.push_back({request.id, tokens, prompt, request.prompt_tokens,
-                            request.local_hit_tokens + request.external_hit_tokens, junction});
+    // One that was preempted has started again somewhere else; and longer, where nothing is left of
+    // its first start.
+    const bool again = request.preemptions != 0;
+    const bool unknown = again && (config_.purges || config_.replaces_ranks);
+    const std::uint32_t first = request.local_hit_tokens + request.external_hit_tokens;
+    if (config_.clean && sound)
+      completed_.push_back({request.id, tokens, unknown ? 0 : request.prompt_tokens,
+                            request.prompt_tokens, again ? request.found_tokens : first,
+                            again ? 0 : junction, request.found_tokens});
     if (turns_.size() < 16) turns_.emplace_back();
     turns_[random_.below(turns_.size())] = std::move(tokens);
   }

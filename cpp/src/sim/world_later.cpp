@@ -17,6 +17,8 @@ void WorldRun::later_event() {
       later_random_.chance(1, 200)) {
     rank_dies();
   }
+  if (config_.purges && !purging_ && again_random_.chance(1, 250)) purge_event();
+  if (config_.replaces_ranks && again_random_.chance(1, 150)) replace_rank();
 }
 
 // Native code of its process goes with it: nothing of it lands any more.
@@ -34,6 +36,20 @@ void WorldRun::tell_rank_gone() {
   if (!dead_) return;
   life_.judge->rank_gone(*dead_, now_);
   life_.engine->rank_gone(Rank{*dead_}, now_);
+}
+
+// What has been computed is gone on that rank, and so are the saves in flight.
+void WorldRun::replace_rank() {
+  if (life_.engine->step_in_flight()) return;
+  const auto rank = static_cast<std::uint32_t>(again_random_.below(life_.workers.size()));
+  trace("rank " + std::to_string(rank) + " is replaced");
+  count(WorldFault::kRankReplaced);
+  life_.judge->rank_died(rank);
+  life_.judge->rank_gone(rank, now_);
+  graveyard_.push_back(life_.memories[rank]);
+  life_.engine->replace_rank(Rank{rank}, start_rank(rank, again_random_.next()), now_);
+  life_.judge->rank_replaced(rank);
+  completed_.clear();
 }
 
 // A step is scheduled, and nothing of it is saved or sent.

@@ -12,35 +12,43 @@ constexpr std::uint64_t kReplayedSeeds = 16;  // one in so many is repeated from
 
 }  // namespace
 
+// A rank's process, in the place of the one before.
+EngineRank WorldRun::start_rank(std::uint32_t rank, std::uint64_t faults_seed) {
+  const ParallelSizes& parallel = config_.cache.parallel;
+  const std::uint32_t stage = rank / parallel.tp / parallel.pcp;
+  const std::shared_ptr<const KeySchema>& schema = stages_[stage];
+  SimMemoryOptions own = config_.memory;
+  own.first_layers = config_.stages[stage].first_layers;
+  const auto memory = std::make_shared<SimMemory>(schema->projection(), own);
+  config_.faults.seed = faults_seed;
+  const auto injector = std::make_shared<FaultInjector>(
+      std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
+  // What a put reads late must still be what its key says.
+  injector->set_late_read([this](std::string_view key, std::span<const std::byte> bytes) {
+    const std::string wrong = objects_.check(key, bytes);
+    if (!wrong.empty()) fail("quiet", "before its put is quiet, " + wrong);
+  });
+  StoreWorkerOptions worker = config_.worker;
+  worker.rank = Rank{rank};
+  life_.memories[rank] = memory;
+  life_.injectors[rank] = injector;
+  life_.flights[rank] = std::make_shared<FlightWatch>(injector, config_.worker.max_bytes_in_flight);
+  life_.workers[rank] = std::make_shared<StoreWorker>(
+      schema, SegmentMap::make(schema->projection().shared_from_this(), memory->tensors()),
+      life_.flights[rank], worker);
+  return {life_.workers[rank], memory};
+}
+
 void WorldRun::start_life() {
   life_.epoch = random_.next() | 1;
   std::vector<EngineRank> ranks;
   const ParallelSizes& parallel = config_.cache.parallel;
-  for (std::uint32_t r = 0; r < parallel.world(); ++r) {
-    const std::uint32_t stage = r / parallel.tp / parallel.pcp;
-    const std::shared_ptr<const KeySchema>& schema = stages_[stage];
-    SimMemoryOptions own = config_.memory;
-    own.first_layers = config_.stages[stage].first_layers;
-    const auto memory = std::make_shared<SimMemory>(schema->projection(), own);
-    config_.faults.seed = random_.next();
-    const auto injector = std::make_shared<FaultInjector>(
-        std::make_shared<MemoryStore>(pool_, config_.store), nullptr, config_.faults);
-    // What a put reads late must still be what its key says.
-    injector->set_late_read([this](std::string_view key, std::span<const std::byte> bytes) {
-      const std::string wrong = objects_.check(key, bytes);
-      if (!wrong.empty()) fail("quiet", "before its put is quiet, " + wrong);
-    });
-    StoreWorkerOptions worker = config_.worker;
-    worker.rank = Rank{r};
-    life_.memories.push_back(memory);
-    life_.injectors.push_back(injector);
-    life_.flights.push_back(
-        std::make_shared<FlightWatch>(injector, config_.worker.max_bytes_in_flight));
-    life_.workers.push_back(std::make_shared<StoreWorker>(
-        schema, SegmentMap::make(schema->projection().shared_from_this(), memory->tensors()),
-        life_.flights.back(), worker));
-    ranks.push_back({life_.workers.back(), memory});
-  }
+  life_.memories.resize(parallel.world());
+  life_.injectors.resize(parallel.world());
+  life_.flights.resize(parallel.world());
+  life_.workers.resize(parallel.world());
+  for (std::uint32_t r = 0; r < parallel.world(); ++r)
+    ranks.push_back(start_rank(r, random_.next()));
   const auto cut = [](const CacheTensor& tensor) { return tensor.kernel_block_size != 0; };
   const std::vector<CacheTensor>& tensors = life_.memories[0]->tensors();
   if (std::any_of(tensors.begin(), tensors.end(), cut)) count(WorldFault::kKernelBlocks);

@@ -69,6 +69,11 @@ void WorldRun::purge_event() {
   life_.judge->purged();
   life_.engine->purge(now_);
   purging_ = true;
+  if (!config_.clean) return;
+  count(WorldFault::kCleanPurge);
+  // As an engine does whose weights have changed: nothing rests on what was computed before.
+  life_.engine->empty_cache();
+  completed_.clear();
 }
 
 void WorldRun::mode_event() {

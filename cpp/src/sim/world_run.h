@@ -44,10 +44,11 @@ struct HeldReport {
 struct Completed {
   RequestId id{};
   std::vector<std::uint32_t> tokens;
-  std::uint32_t prompt = 0;    // tokens; 0 when it has started more than once
+  std::uint32_t prompt = 0;    // tokens that it was looked up for; 0: not known
   std::uint32_t size = 0;      // tokens of the prompt
   std::uint32_t start = 0;     // of those that it found, local or in the store
   std::uint32_t junction = 0;  // where it left what others had stored; 0: unknown
+  std::uint32_t found = 0;     // the most that one of its starts found
 };
 
 // A client of an engine that has ended, with calls that still go on, and the memory that they
@@ -75,6 +76,7 @@ class WorldRun {
 
   // An engine's beginning and end (world_life.cpp).
   void start_life();
+  EngineRank start_rank(std::uint32_t rank, std::uint64_t faults_seed);
   void end_life(bool drained);
   void restart();
 
@@ -97,6 +99,7 @@ class WorldRun {
   void later_event();
   void rank_dies();
   void tell_rank_gone();
+  void replace_rank();
   void in_a_step();
   void restrict_late();
   bool loses_report();
@@ -133,6 +136,7 @@ class WorldRun {
   WorldConfig config_;
   SeededRandom random_;
   SeededRandom later_random_;  // of later_event and the like
+  SeededRandom again_random_;  // of what makes requests of clean worlds begin again
   Instant now_{1'000'000'000};
   std::uint32_t event_ = 0;
   WorldResult result_;

@@ -62,7 +62,9 @@ std::string_view to_string(WorldFault kind) noexcept {
                                                                "packed",
                                                                "extra states",
                                                                "kernel blocks",
-                                                               "windows of one token"};
+                                                               "windows of one token",
+                                                               "purge of a clean one",
+                                                               "rank replaced"};
   const auto at = static_cast<std::size_t>(kind);
   return at < kNumWorldFaults ? kNames[at] : "unknown";
 }

@@ -49,6 +49,7 @@ struct FinishedRequest {
   std::uint32_t prompt_tokens = 0;
   std::uint32_t local_hit_tokens = 0;     // of its first start
   std::uint32_t external_hit_tokens = 0;  // delivered by the store at its first start
+  std::uint32_t found_tokens = 0;  // the most that one of its starts found, local or in the store
   std::uint32_t preemptions = 0;
   std::vector<std::uint32_t> output;  // a function of the tokens before each
 };
@@ -136,6 +137,10 @@ class Engine {
   void deliver(std::span<const std::byte> reports, Instant now);
   // The rank's process has ended.
   void rank_gone(Rank rank, Instant now);
+  // Between steps: and another one has taken its place. Every request begins again.
+  void replace_rank(Rank rank, EngineRank by, Instant now);
+  // The engine's own cache forgets everything.
+  void empty_cache();
 
   // Appends and forgets.
   void take_finished(std::vector<FinishedRequest>& out);

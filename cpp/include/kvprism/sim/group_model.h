@@ -87,13 +87,14 @@ struct GroupModel {
 std::vector<GroupModel> model_groups(const Projection& projection);
 
 // Where the engine keeps a state for whoever replays or continues a prompt of `prompt` tokens: the
-// last multiple of `alignment` that leaves one to compute; with drafts one unit earlier than the
-// last one.
-constexpr std::uint32_t model_checkpoint(std::uint32_t prompt, std::uint32_t alignment,
-                                         bool drafts) noexcept {
-  if (!drafts) return prompt == 0 ? 0 : (prompt - 1) / alignment * alignment;
+// last multiple of `alignment` that leaves `replay` to compute; with drafts at least one unit
+// earlier than the last one.
+constexpr std::uint32_t model_checkpoint(std::uint32_t prompt, std::uint32_t alignment, bool drafts,
+                                         std::uint32_t replay) noexcept {
+  const std::uint32_t most = (prompt - std::min(prompt, replay)) / alignment * alignment;
+  if (!drafts) return most;
   const std::uint32_t last = prompt / alignment * alignment;
-  return last - std::min(last, alignment);
+  return std::min(most, last - std::min(last, alignment));
 }
 
 // Whether a hit of any of these groups is followed by objects that are computed anew.

@@ -75,8 +75,10 @@ enum class WorldFault : std::uint8_t {
   kExtraStates,   // tables of states with blocks for drafts and checkpoints behind them
   kKernelBlocks,  // blocks of several of the kernel's: once for each engine
   kShortWindows,  // windows of one token
+  kCleanPurge,    // no fault: a purge where what is missing afterwards is a failure
+  kRankReplaced,  // a rank's process ended, and another took its place at once
 };
-inline constexpr std::size_t kNumWorldFaults = 59;
+inline constexpr std::size_t kNumWorldFaults = 61;
 
 inline constexpr std::array<std::string_view, 6> kLayouts{"LBHNC", "LBNHC", "LHBNC",
                                                           "BLHNC", "BLNHC", "BHLNC"};
@@ -178,11 +180,12 @@ struct WorldResult {
 //
 // In worlds without faults also:
 //   missed hit    a lookup finds everything that was stored when it was asked
-//   missed load   every load is complete
+//   missed load   every load is complete, but for those that a purge or the end of a rank cuts off
 //   not stored    what a finished request computed is in the store, up to a multiple of S, and
 //                 up to the end of its prompt where hits may end inside a block; with a retention
 //                 windows at its multiples, where the prompt can be replayed and where it left
-//                 what others had stored (W-C19); with drafts one object behind it
+//                 what others had stored (W-C19); with drafts one object behind it. Of whoever has
+//                 begun, or begun again, since the last purge and the last end of a rank
 WorldResult run_world(const WorldOptions& options);
 
 }  // namespace kvprism::sim
