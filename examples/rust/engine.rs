@@ -276,13 +276,19 @@ impl Engine {
             check(|e| kvprism_scheduler_allocated(self.scheduler, 2, external, &rows, 1, kvprism_now(), &mut job, e))?;
             let mut end: LoadEnd = std::mem::zeroed();
             end.struct_size = size_of::<LoadEnd>();
-            let mut found = job == 0;
-            while !found {
+            let mut complete = if job == 0 { Some(false) } else { None };
+            while complete.is_none() {
                 self.step()?;
-                check(|e| kvprism_scheduler_take_load_end(self.scheduler, &mut end, &mut found, e))?;
+                let mut found = true;
+                while found { // one report may end several loads
+                    check(|e| kvprism_scheduler_take_load_end(self.scheduler, &mut end, &mut found, e))?;
+                    if found && end.job == job {
+                        complete = Some(end.complete);
+                    }
+                }
             }
             check(|e| kvprism_scheduler_finished(self.scheduler, 2, false, e))?;
-            Ok((external, end.complete))
+            Ok((external, complete == Some(true)))
         }
     }
 

@@ -13,6 +13,7 @@ static const int64_t kSecond = 1000000000;
 static const char kRecording[] = "c_life_test.run"; /* where the test runs */
 
 typedef struct {
+  kvprism_key_schema* schema;
   kvprism_store* store;
   kvprism_scheduler* scheduler;
   kvprism_worker* worker;
@@ -40,6 +41,19 @@ static void connect_store(const kvprism_memory_pool* pool, const char* master,
   OK(kvprism_mooncake_store_new(&options, store, &error));
 }
 
+static void new_scheduler(const Engine* engine, kvprism_store* store, uint64_t epoch,
+                          const char* recording, kvprism_scheduler** scheduler) {
+  kvprism_scheduler_options options;
+  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
+  options.epoch = epoch;
+  options.checked = true;
+  options.tell_changes = true;
+  options.healthy_after_ns = kSecond;
+  options.flight_record_path = "c_life_test.flight";
+  options.record_to = recording;
+  OK(kvprism_scheduler_new(engine->schema, store, &options, scheduler, &error));
+}
+
 static void open_engine(Engine* engine, const kvprism_memory_pool* pool, const char* master,
                         bool pump_thread) {
   memset(engine, 0, sizeof *engine);
@@ -52,8 +66,7 @@ static void open_engine(Engine* engine, const kvprism_memory_pool* pool, const c
   OK(kvprism_key_facts_init(&facts, sizeof facts, &error));
   facts.model = "m";
   facts.hash_algorithm = "sha256_cbor";
-  kvprism_key_schema* schema = NULL;
-  OK(kvprism_key_schema_new(projection, &facts, &schema, &error));
+  OK(kvprism_key_schema_new(projection, &facts, &engine->schema, &error));
   const char* const layers[] = {"l0"};
   kvprism_cache_tensor tensor;
   OK(kvprism_cache_tensor_init(&tensor, sizeof tensor, &error));
@@ -65,27 +78,20 @@ static void open_engine(Engine* engine, const kvprism_memory_pool* pool, const c
   kvprism_segment_map* map = NULL;
   OK(kvprism_segment_map_new(projection, &tensor, 1, &map, &error));
   connect_store(pool, master, &engine->store);
-  kvprism_scheduler_options options;
-  OK(kvprism_scheduler_options_init(&options, sizeof options, &error));
-  options.epoch = 0x5eed;
-  options.checked = true;
-  options.tell_changes = true;
-  options.healthy_after_ns = kSecond;
-  options.flight_record_path = "c_life_test.flight";
   remove(kRecording);
-  if (master == NULL) options.record_to = kRecording;
-  OK(kvprism_scheduler_new(schema, engine->store, &options, &engine->scheduler, &error));
+  new_scheduler(engine, engine->store, 0x5eed, master == NULL ? kRecording : NULL,
+                &engine->scheduler);
   kvprism_worker_options worker;
   OK(kvprism_worker_options_init(&worker, sizeof worker, &error));
   worker.pump_thread = pump_thread;
-  OK(kvprism_worker_new(schema, map, engine->store, &worker, &engine->worker, &error));
+  OK(kvprism_worker_new(engine->schema, map, engine->store, &worker, &engine->worker, &error));
   kvprism_segment_map_free(map);
-  kvprism_key_schema_free(schema);
   kvprism_projection_free(projection);
 }
 
 static void close_engine(Engine* engine) {
   uint64_t unquiet = 1;
+  kvprism_key_schema_free(engine->schema);
   OK(kvprism_worker_close(engine->worker, kvprism_now(), INT64_MAX, &unquiet, &error));
   CHECK(unquiet == 0);
   unquiet = 1;
@@ -130,12 +136,10 @@ static void step(Engine* engine, const kvprism_ready* ready) {
   follow_references(engine);
 }
 
-static void drain(Engine* engine, const kvprism_ready* ready) {
-  bool pending = true;
-  while (pending) {
-    step(engine, ready);
-    OK(kvprism_scheduler_has_pending_work(engine->scheduler, &pending, &error));
-  }
+static bool pending_work(const Engine* engine) {
+  bool pending = false;
+  OK(kvprism_scheduler_has_pending_work(engine->scheduler, &pending, &error));
+  return pending;
 }
 
 static void find_counter(void* context, const char* name, uint64_t value) {
@@ -152,20 +156,61 @@ static void find_group_counter(void* context, const char* name, uint64_t value) 
   if (strcmp(name, "loaded_bytes") == 0) *(uint64_t*)context = value;
 }
 
-/* Three chunks, each behind the one before it, and nothing else. */
-static void changes(Engine* engine, const unsigned char* hashes) {
+/* Chunks from `chunk` on, each behind the one before it, and nothing else: how many there are then.
+   While one waits, also in the handle, the engine must go on. */
+static uint32_t changes(Engine* engine, const unsigned char* hashes, uint32_t chunk) {
   kvprism_change change = {.struct_size = sizeof change};
   bool found = false;
-  for (uint32_t chunk = 0; chunk < 3; ++chunk) {
+  for (bool pending = pending_work(engine);; ++chunk, pending = pending_work(engine)) {
     OK(kvprism_scheduler_take_change(engine->scheduler, &change, &found, &error));
-    CHECK(found && change.stored && change.request == 1 && change.group == 0);
+    if (!found) return chunk;
+    CHECK(pending);
+    CHECK(change.stored && change.request == 1 && change.group == 0);
     CHECK(change.chunk == chunk && change.tokens == (chunk + 1) * 16);
     CHECK(change.hash_bytes == 16 && memcmp(change.hash, hashes + chunk * 16, 16) == 0);
     CHECK(change.parent_bytes == (chunk == 0 ? 0u : 16u));
     if (chunk != 0) CHECK(memcmp(change.parent, hashes + (chunk - 1) * 16, 16) == 0);
   }
-  OK(kvprism_scheduler_take_change(engine->scheduler, &change, &found, &error));
-  CHECK(!found);
+}
+
+/* Request 1 saves its three blocks. */
+static void save(Engine* engine, const kvprism_hashes* hashes, const kvprism_ready* ready) {
+  const int32_t blocks[] = {1, 2, 3};
+  const kvprism_blocks row = {blocks, 3};
+  uint32_t from = 0, to = 0, told = 0;
+  OK(kvprism_scheduler_advanced(engine->scheduler, 1, kTokens, hashes, &error));
+  OK(kvprism_scheduler_wants_save(engine->scheduler, 1, kvprism_now(), &from, &to, &error));
+  CHECK(from == 0 && to == kTokens);
+  OK(kvprism_scheduler_save(engine->scheduler, 1, from, to, &row, 1, kvprism_now(), &error));
+  do {
+    step(engine, ready);
+    told = changes(engine, hashes->data, told);
+  } while (pending_work(engine));
+  CHECK(told == 3);
+  OK(kvprism_scheduler_finished(engine->scheduler, 1, false, &error));
+}
+
+/* Until the store offers the request all three. */
+static void look_up(Engine* engine, uint64_t request, const kvprism_hashes* hashes) {
+  bool pending = true;
+  uint32_t external = 0;
+  for (;;) {
+    OK(kvprism_scheduler_lookup(engine->scheduler, request, kTokens + 1, hashes, 0, kvprism_now(),
+                                &pending, &external, &error));
+    if (!pending) break;
+    step(engine, NULL);
+  }
+  CHECK(external == kTokens);
+}
+
+/* The job that loads them. */
+static uint64_t allocate(Engine* engine, uint64_t request, const int32_t* blocks) {
+  const kvprism_blocks row = {blocks, 3};
+  uint64_t job = 0;
+  OK(kvprism_scheduler_allocated(engine->scheduler, request, kTokens, &row, 1, kvprism_now(), &job,
+                                 &error));
+  CHECK(job != 0);
+  return job;
 }
 
 static void health(const Engine* engine) {
@@ -196,7 +241,7 @@ static void live(const char* master, bool pump_thread) {
   unsigned char hash_bytes[3 * 16];
   for (size_t i = 0; i < sizeof hash_bytes; ++i) hash_bytes[i] = (unsigned char)(i + 1);
   const kvprism_hashes hashes = {hash_bytes, 3, 16, 0};
-  const int32_t first[] = {1, 2, 3}, second[] = {5, 6, 7};
+  const int32_t second[] = {5, 6, 7};
   kvprism_memory_pool* pool = NULL;
   OK(kvprism_memory_pool_new(NULL, &pool, &error));
 
@@ -205,15 +250,8 @@ static void live(const char* master, bool pump_thread) {
   for (size_t i = 0; i < kBlocks * kPage; ++i) engine.memory[i] = (unsigned char)(i * 31 >> 3);
   unsigned char expected[3 * kPage];
   memcpy(expected, engine.memory + kPage, sizeof expected);
-  kvprism_blocks row = {first, 3};
-  uint32_t from = 0, to = 0;
-  OK(kvprism_scheduler_advanced(engine.scheduler, 1, kTokens, &hashes, &error));
-  OK(kvprism_scheduler_wants_save(engine.scheduler, 1, kvprism_now(), &from, &to, &error));
-  CHECK(from == 0 && to == kTokens);
-  OK(kvprism_scheduler_save(engine.scheduler, 1, from, to, &row, 1, kvprism_now(), &error));
   const kvprism_ready ready = {&ready_at_second, &destroy_ready, &engine};
-  drain(&engine, &ready);
-  changes(&engine, hash_bytes);
+  save(&engine, &hashes, &ready);
   health(&engine);
   CHECK(engine.queries == 2);
   for (int i = 0; i < kBlocks; ++i) CHECK(engine.references[i] == 0);
@@ -224,36 +262,24 @@ static void live(const char* master, bool pump_thread) {
     OK(kvprism_memory_pool_counters(pool, &find_counter, &saved, &error));
     CHECK(saved == 3);
   }
-  OK(kvprism_scheduler_finished(engine.scheduler, 1, false, &error));
   close_engine(&engine);
 
   /* The engine starts anew; the pool is still there. */
   open_engine(&engine, pool, master, pump_thread);
   memset(engine.memory, 0xaa, kBlocks * kPage);
-  bool pending = true;
-  uint32_t external = 0;
-  for (;;) {
-    OK(kvprism_scheduler_lookup(engine.scheduler, 2, kTokens + 1, &hashes, 0, kvprism_now(),
-                                &pending, &external, &error));
-    if (!pending) break;
-    step(&engine, NULL);
-  }
-  CHECK(external == kTokens);
-  row.ids = second;
+  look_up(&engine, 2, &hashes);
   uint64_t job = 0;
   /* The scheduler is a checked one: a table that is too short is refused, and the offer stands. */
   kvprism_error* out_of_order = NULL;
   const kvprism_blocks too_short = {second, 2};
-  CHECK(kvprism_scheduler_allocated(engine.scheduler, 2, external, &too_short, 1, kvprism_now(),
+  CHECK(kvprism_scheduler_allocated(engine.scheduler, 2, kTokens, &too_short, 1, kvprism_now(),
                                     &job, &out_of_order) == KVPRISM_INVALID_ARGUMENT);
   CHECK_TEXT(kvprism_error_message(out_of_order),
              "scheduler call: allocated(request 2) = a table of 2 blocks for group 0: expected at "
              "least 3 blocks, for 48 tokens");
   kvprism_error_free(out_of_order);
   CHECK(job == 0);
-  OK(kvprism_scheduler_allocated(engine.scheduler, 2, external, &row, 1, kvprism_now(), &job,
-                                 &error));
-  CHECK(job != 0);
+  job = allocate(&engine, 2, second);
   CHECK(kvprism_scheduler_advanced(engine.scheduler, 2, kTokens, &hashes, &out_of_order) ==
         KVPRISM_INVALID_ARGUMENT);
   CHECK(strstr(kvprism_error_message(out_of_order), "advanced(request 2) = waiting for load") !=
@@ -307,12 +333,108 @@ static void live(const char* master, bool pump_thread) {
   remove(kRecording);
 }
 
+/* One report ends two loads: what was not asked for yet keeps the engine going. */
+static void two_loads(Engine* engine, const kvprism_hashes* hashes) {
+  const int32_t first[] = {1, 2, 3}, second[] = {5, 6, 7};
+  look_up(engine, 2, hashes);
+  look_up(engine, 3, hashes);
+  const uint64_t jobs[] = {allocate(engine, 2, first), allocate(engine, 3, second)};
+  step(engine, NULL);
+  kvprism_load_end end = {.struct_size = sizeof end};
+  bool found = false;
+  OK(kvprism_scheduler_take_load_end(engine->scheduler, &end, &found, &error));
+  CHECK(found && end.request == 2 && end.job == jobs[0] && end.valid_tokens == kTokens);
+  CHECK(pending_work(engine));
+  /* A checked scheduler bears that for one step. */
+  step(engine, NULL);
+  CHECK(pending_work(engine));
+  const void* plan = NULL;
+  size_t length = 0;
+  FAILS(kvprism_scheduler_end_step(engine->scheduler, kvprism_now(), &plan, &length, &error),
+        KVPRISM_INVALID_ARGUMENT,
+        "scheduler call: end_step = 1 load ends not taken: expected "
+        "kvprism_scheduler_take_load_end in every step until it finds none: their requests wait "
+        "for them");
+  OK(kvprism_scheduler_take_load_end(engine->scheduler, &end, &found, &error));
+  CHECK(found && end.request == 3 && end.job == jobs[1] && end.valid_tokens == kTokens);
+  CHECK(!pending_work(engine));
+  OK(kvprism_scheduler_take_load_end(engine->scheduler, &end, &found, &error));
+  CHECK(!found);
+  step(engine, NULL);
+  for (uint64_t request = 2; request <= 3; ++request)
+    OK(kvprism_scheduler_finished(engine->scheduler, request, false, &error));
+}
+
+/* The scheduler starts anew, and the worker does not: one poll has the reports for both. */
+static void two_schedulers(Engine* engine, const kvprism_memory_pool* pool,
+                           const kvprism_hashes* hashes) {
+  const int32_t blocks[] = {5, 6, 7};
+  const void* bytes = NULL;
+  size_t length = 0;
+  kvprism_scheduler* const first = engine->scheduler;
+  kvprism_scheduler* second = NULL;
+  kvprism_store* store = NULL;
+  connect_store(pool, NULL, &store);
+  new_scheduler(engine, store, 0xface, NULL, &second);
+  look_up(engine, 4, hashes);
+  engine->scheduler = second;
+  look_up(engine, 5, hashes);
+
+  engine->scheduler = first;
+  const uint64_t of_first = allocate(engine, 4, blocks);
+  OK(kvprism_scheduler_end_step(first, kvprism_now(), &bytes, &length, &error));
+  OK(kvprism_worker_submit(engine->worker, bytes, length, NULL, &error));
+  follow_references(engine);
+  for (bool moved = true; moved;)
+    OK(kvprism_worker_pump(engine->worker, kvprism_now(), &moved, &error));
+  engine->scheduler = second;
+  const uint64_t of_second = allocate(engine, 5, blocks);
+  OK(kvprism_scheduler_end_step(second, kvprism_now(), &bytes, &length, &error));
+  CHECK(kvprism_worker_submit(engine->worker, bytes, length, NULL, NULL) == KVPRISM_MISMATCH);
+  follow_references(engine);
+
+  OK(kvprism_worker_poll(engine->worker, &bytes, &length, &error));
+  kvprism_load_end end = {.struct_size = sizeof end};
+  bool found = false;
+  /* Each takes its own report, and counts the other one. */
+  CHECK(kvprism_scheduler_report(first, bytes, length, kvprism_now(), NULL) == KVPRISM_MISMATCH);
+  OK(kvprism_scheduler_take_load_end(first, &end, &found, &error));
+  CHECK(found && end.job == of_first && end.complete);
+  CHECK(kvprism_scheduler_report(second, bytes, length, kvprism_now(), NULL) == KVPRISM_MISMATCH);
+  OK(kvprism_scheduler_take_load_end(second, &end, &found, &error));
+  CHECK(found && end.job == of_second && !end.complete && end.valid_tokens == 0);
+  follow_references(engine);
+  OK(kvprism_worker_poll(engine->worker, &bytes, &length, &error));
+  CHECK(length == 0);
+  kvprism_scheduler_free(second);
+  kvprism_store_free(store);
+  engine->scheduler = first;
+}
+
+static void several_at_once(void) {
+  unsigned char bytes[3 * 16];
+  for (size_t i = 0; i < sizeof bytes; ++i) bytes[i] = (unsigned char)(i + 1);
+  const kvprism_hashes hashes = {bytes, 3, 16, 0};
+  kvprism_memory_pool* pool = NULL;
+  OK(kvprism_memory_pool_new(NULL, &pool, &error));
+  Engine engine;
+  open_engine(&engine, pool, NULL, false);
+  memset(engine.memory, 0x55, kBlocks * kPage);
+  save(&engine, &hashes, NULL);
+  two_loads(&engine, &hashes);
+  two_schedulers(&engine, pool, &hashes);
+  close_engine(&engine);
+  kvprism_memory_pool_free(pool);
+  remove(kRecording);
+}
+
 int main(int argc, char** argv) {
   if (argc > 1) {
     live(argv[1], true);
   } else {
     live(NULL, false);
     live(NULL, true);
+    several_at_once();
   }
   puts("c engine: loaded what it had saved");
   return 0;

@@ -331,7 +331,11 @@ TEST_F(SchedulerTest, ChangesOfTheStoreAreToldByGroupWithTheirParents) {
   report(positional, JobOutcome::kPartial, true,
          {{StoreIndex{0}, 1, static_cast<std::uint32_t>(ItemStatus::kFailed)}}, Rank{1});
   report(state, JobOutcome::kOk, true, {}, Rank{1});
+  acquired();
+  released();
+  EXPECT_TRUE(scheduler->has_pending_work()) << "the changes are for others, who wait for them";
   scheduler->take_changes(changes);
+  EXPECT_FALSE(scheduler->has_pending_work());
   EXPECT_THAT(changes,
               ElementsAre(StoreChange{true, kRequest, GroupId{0}, 0, 16, hash(16), {}},
                           StoreChange{true, kRequest, GroupId{0}, 2, 48, hash(48), hash(32)},

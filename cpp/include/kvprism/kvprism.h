@@ -507,11 +507,11 @@ KVPRISM_API kvprism_status kvprism_scheduler_report(kvprism_scheduler* scheduler
    it is saved. */
 KVPRISM_API kvprism_status kvprism_scheduler_rank_gone(kvprism_scheduler* scheduler, uint32_t rank,
                                                        int64_t now_ns, kvprism_error** error);
-/* One end a call; `found` is false when there is none. */
+/* One end a call: in every step until `found` is false, which says that there is none left. */
 KVPRISM_API kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler,
                                                            kvprism_load_end* end, bool* found,
                                                            kvprism_error** error);
-/* One change a call, in order; `found` is false when there is none. */
+/* One change a call, in order: in every step until `found` is false. */
 KVPRISM_API kvprism_status kvprism_scheduler_take_change(kvprism_scheduler* scheduler,
                                                          kvprism_change* change, bool* found,
                                                          kvprism_error** error);
@@ -530,7 +530,8 @@ KVPRISM_API kvprism_status kvprism_scheduler_take_acquired(kvprism_scheduler* sc
 KVPRISM_API kvprism_status kvprism_scheduler_take_released(kvprism_scheduler* scheduler,
                                                            kvprism_blocks* blocks,
                                                            kvprism_error** error);
-/* While true the engine keeps stepping, also without requests: also while ids wait to be taken. */
+/* While true the engine keeps stepping, also without requests: also while ids, load ends or changes
+   wait to be taken. */
 KVPRISM_API kvprism_status kvprism_scheduler_has_pending_work(const kvprism_scheduler* scheduler,
                                                               bool* pending, kvprism_error** error);
 KVPRISM_API kvprism_status kvprism_scheduler_counters(const kvprism_scheduler* scheduler,
@@ -584,7 +585,8 @@ KVPRISM_API kvprism_status kvprism_worker_new(const kvprism_key_schema* schema,
 KVPRISM_API kvprism_status kvprism_worker_submit(kvprism_worker* worker, const void* plan,
                                                  size_t length, const kvprism_ready* ready,
                                                  kvprism_error** error);
-/* What has happened since the last call, for kvprism_scheduler_report; `length` 0: nothing. */
+/* All that has happened since the last call, for kvprism_scheduler_report; `length` 0: nothing. Of
+   jobs of several schedulers several reports, one behind the other. */
 KVPRISM_API kvprism_status kvprism_worker_poll(kvprism_worker* worker, const void** report,
                                                size_t* length, kvprism_error** error);
 /* Waits until something has moved since the last poll, for at most `longest_ns`; of workers with a

@@ -68,6 +68,7 @@ struct kvprism_scheduler : kvprism::c_api::OfOneProcess {
   std::vector<std::uint64_t> incoming;  // a report at an address that suits its decoder
   std::vector<kvprism::LoadEnd> ends;
   std::size_t next_end = 0;
+  bool ends_overdue = false;  // some of them have been there for a whole step
   std::vector<kvprism_failed_block> failed;
   std::vector<kvprism::StoreChange> changes;
   std::size_t next_change = 0;
@@ -83,6 +84,9 @@ struct kvprism_scheduler : kvprism::c_api::OfOneProcess {
     return checked ? body(std::as_const(*checked)) : body(std::as_const(*plain));
   }
   const kvprism::StoreScheduler& base() const { return checked ? *checked : *plain; }
+  // Taken from the scheduler, and not yet given to the engine.
+  std::size_t ends_left() const { return ends.size() - next_end; }
+  std::size_t changes_left() const { return changes.size() - next_change; }
 };
 
 struct kvprism_worker : kvprism::c_api::OfOneProcess {
@@ -90,8 +94,9 @@ struct kvprism_worker : kvprism::c_api::OfOneProcess {
   std::unique_ptr<kvprism::PumpThread> pump;  // null: the engine pumps
   std::shared_ptr<kvprism::ObjectStore> store;
   kvprism::WorkerReport report;
-  std::vector<std::byte> encoded;
-  std::uint64_t seen = 0;  // moves of the pump before the last poll
+  std::vector<std::byte> one;      // a report
+  std::vector<std::byte> encoded;  // those of one poll, one behind the other
+  std::uint64_t seen = 0;          // moves of the pump before the last poll
 };
 
 namespace kvprism::c_api {

@@ -64,6 +64,17 @@ kvprism_blocks give_blocks(const std::vector<BlockId>& blocks) {
   return {reinterpret_cast<const std::int32_t*>(blocks.data()), blocks.size()};
 }
 
+// What the handle keeps back the checked scheduler takes for given.
+void check_ends_taken(const kvprism_scheduler& scheduler) {
+  if (!scheduler.checked || !scheduler.ends_overdue || scheduler.ends_left() == 0) return;
+  fail(ErrorCode::kInvalidArgument, "scheduler call",
+       {"end_step",
+        std::to_string(scheduler.ends_left()) + " load ends not taken",
+        "kvprism_scheduler_take_load_end in every step until it finds none: their requests wait "
+        "for them",
+        {}});
+}
+
 StoreSchedulerOptions to_options(const kvprism_scheduler_options& given) {
   StoreSchedulerOptions options;
   options.epoch = given.epoch;
@@ -336,8 +347,10 @@ kvprism_status kvprism_scheduler_end_step(kvprism_scheduler* scheduler, int64_t 
     arguments.need(plan, "plan");
     arguments.need(length, "length");
     arguments.check();
+    check_ends_taken(*scheduler);
     const StepPlan& made =
         scheduler->call([&](auto& s) -> const StepPlan& { return s.end_step(Instant{now_ns}); });
+    scheduler->ends_overdue = scheduler->ends_left() != 0;
     scheduler->plan.clear();
     if (!made.empty()) encode(made.view(), scheduler->plan);
     *plan = scheduler->plan.data();
@@ -381,12 +394,13 @@ kvprism_status kvprism_scheduler_take_load_end(kvprism_scheduler* scheduler, kvp
     arguments.need(found, "found");
     arguments.check();
     auto& ends = scheduler->ends;
-    if (scheduler->next_end == ends.size()) {
+    if (scheduler->ends_left() == 0) {
       ends.clear();
       scheduler->next_end = 0;
+      scheduler->ends_overdue = false;
       scheduler->call([&](auto& s) { s.take_load_ends(ends); });
     }
-    *found = scheduler->next_end < ends.size();
+    *found = scheduler->ends_left() != 0;
     if (!*found) return;
     const LoadEnd& next = ends[scheduler->next_end];
     scheduler->failed.clear();
@@ -413,12 +427,12 @@ kvprism_status kvprism_scheduler_take_change(kvprism_scheduler* scheduler, kvpri
     arguments.need(found, "found");
     arguments.check();
     auto& changes = scheduler->changes;
-    if (scheduler->next_change == changes.size()) {
+    if (scheduler->changes_left() == 0) {
       changes.clear();
       scheduler->next_change = 0;
       scheduler->call([&](auto& s) { s.take_changes(changes); });
     }
-    *found = scheduler->next_change < changes.size();
+    *found = scheduler->changes_left() != 0;
     if (!*found) return;
     const StoreChange& next = changes[scheduler->next_change++];
     *change = {.struct_size = sizeof(*change),
@@ -492,7 +506,8 @@ kvprism_status kvprism_scheduler_has_pending_work(const kvprism_scheduler* sched
     arguments.need(scheduler, "scheduler");
     arguments.need(pending, "pending");
     arguments.check();
-    *pending = scheduler->call([](auto& s) { return s.has_pending_work(); });
+    *pending = scheduler->ends_left() != 0 || scheduler->changes_left() != 0 ||
+               scheduler->call([](auto& s) { return s.has_pending_work(); });
   });
 }
 

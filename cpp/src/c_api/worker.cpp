@@ -136,7 +136,10 @@ kvprism_status kvprism_worker_poll(kvprism_worker* worker, const void** report, 
     arguments.check();
     if (worker->pump) worker->seen = worker->pump->moves();
     worker->encoded.clear();
-    if (worker->worker->poll(worker->report)) encode(worker->report, worker->encoded);
+    while (worker->worker->poll(worker->report)) {
+      encode(worker->report, worker->one);
+      worker->encoded.insert(worker->encoded.end(), worker->one.begin(), worker->one.end());
+    }
     *report = worker->encoded.data();
     *length = worker->encoded.size();
   });

@@ -447,7 +447,7 @@ void StoreScheduler::take_released(std::vector<BlockId>& out) {
 
 bool StoreScheduler::has_pending_work() const noexcept {
   return impl_->ledger.size() > impl_->ledger.in_quarantine() || !impl_->offers.empty() ||
-         !impl_->load_ends.empty() || !impl_->released.empty() ||
+         !impl_->load_ends.empty() || !impl_->released.empty() || !impl_->changes.empty() ||
          impl_->purge.status.state == PurgeState::kRemoving;
 }
 std::size_t StoreScheduler::tracked() const noexcept {

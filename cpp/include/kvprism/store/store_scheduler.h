@@ -376,7 +376,8 @@ class KVPRISM_API StoreScheduler {
   void take_acquired(std::vector<BlockId>& out);
   void take_released(std::vector<BlockId>& out);
 
-  // True while the engine must keep stepping: a job is not quiet, or something waits to be taken.
+  // True while the engine must keep stepping: a job is not quiet, or something waits to be taken,
+  // be it load ends, changes or blocks.
   // Jobs in quarantine do not count: only their client's end releases them, in a later step.
   bool has_pending_work() const noexcept;
   // Requests, jobs and lookups that are remembered; all 0 at the end of a clean run.

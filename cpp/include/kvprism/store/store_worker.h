@@ -106,7 +106,8 @@ class KVPRISM_API StoreWorker : public OneUser {
   SubmitResult submit(const StepPlanView& plan, ReadyToken ready);
   SubmitResult submit(std::span<const std::byte> encoded_plan, ReadyToken ready);
 
-  // Replaces `out` by everything that has happened since the last call; false when nothing has.
+  // Replaces `out` by what has happened since the last call to jobs of one scheduler; false when
+  // nothing has. Call until it is: after a scheduler's restart there may be reports for two.
   bool poll(WorkerReport& out);
 
   // Starts calls and takes completions, without waiting. True when something moved. After an
