@@ -12,9 +12,12 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPResponse
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from ._core import UnavailableError
 from .mooncake_wheel import InstalledMooncake, find_installed_mooncake
@@ -23,6 +26,7 @@ from .mooncake_wheel import InstalledMooncake, find_installed_mooncake
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 _PAUSE_SECONDS = 30.0
 _ATTEMPTS = 5
+_LOCAL_HTTP_SECONDS = 60.0
 
 # The transfer engine would otherwise look for other transports.
 _ENVIRONMENT = {
@@ -81,6 +85,19 @@ def port_accepts(port: int, host: str = "127.0.0.1", timeout: float = 1.0) -> bo
     except OSError:
         return False
     return True
+
+
+def open_local(
+    url: str | urllib.request.Request, timeout: float = _LOCAL_HTTP_SECONDS
+) -> HTTPResponse:
+    """Opens a URL of this machine. Proxies are for others, whatever the environment says.
+
+    Args:
+        url: Of an HTTP server here.
+        timeout: Seconds that it may be silent.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return cast(HTTPResponse, direct.open(url, timeout=timeout))
 
 
 class LocalMooncake:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import urllib.request
 
 import pytest
-from kvprism.local_mooncake import LocalMooncake
+from kvprism.local_mooncake import LocalMooncake, open_local
 from mooncake_helpers import Engine, prompt
 
 pytestmark = pytest.mark.mooncake
@@ -34,8 +33,7 @@ client.close()
 
 
 def keys_of(mooncake: LocalMooncake) -> list[str]:
-    url = f"http://{mooncake.metrics}/get_all_keys"
-    with urllib.request.urlopen(url, timeout=60) as answer:
+    with open_local(f"http://{mooncake.metrics}/get_all_keys") as answer:
         return answer.read().decode().split()
 
 

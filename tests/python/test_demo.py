@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import kvprism
 import numpy as np
 import pytest
-from kvprism import local_mooncake, sim
+from kvprism import demo, local_mooncake, sim
 from kvprism.cli import main
 from kvprism.demo import audit, engine, report, workload
 
@@ -66,17 +67,37 @@ def test_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.mooncake
 def test_on_mooncake() -> None:
+    # Its servers are on this machine: a proxy is not asked for them.
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9"}
+    for name in ("no_proxy", "NO_PROXY"):
+        environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "kvprism", "demo", "--json"],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     check(result)
     assert result["store"].startswith("mooncake")
+
+
+@pytest.mark.mooncake
+def test_an_engine_that_does_not_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho still loading >&2\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(demo, "_CHILD_SECONDS", 2.0)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == (
+        "still loading\nkvprism demo: the engine of variant state did not end in 2 s\n"
+    )
 
 
 def _judge(loaded_from: kvprism.ObjectStore, pool: kvprism.MemoryPool) -> report.Row:

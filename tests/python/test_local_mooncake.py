@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import threading
 from pathlib import Path
 
 import pytest
-from kvprism.local_mooncake import LocalMooncake, LocalMooncakeError, port_accepts
+from kvprism.local_mooncake import LocalMooncake, LocalMooncakeError, open_local, port_accepts
 
 pytestmark = pytest.mark.mooncake
 
@@ -104,3 +105,38 @@ def test_environment_of_the_test_is_untouched() -> None:
     with LocalMooncake(storage_environment={"MC_STORE_MEMCPY": "0"}, storage_bytes=64 << 20):
         pass
     assert dict(os.environ) == before
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_url_of_this_machine_needs_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose network is behind a proxy rarely says that loopback is not."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with open_local(f"http://127.0.0.1:{server.server_port}/keys", timeout=10) as answer:
+            assert answer.read() == b"/keys"
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_nothing_else_opens_urls() -> None:
+    root = Path(__file__).resolve().parents[2]
+    asking = [
+        path.name
+        for folder in ("python", "tests", "examples", "benchmarks")
+        for path in (root / folder).rglob("*.py")
+        if "url" + "open(" in path.read_text("utf-8")
+    ]
+    assert asking == []

@@ -21,6 +21,12 @@ from mooncake_helpers import BOUND, Engine, prompt
 pytestmark = pytest.mark.mooncake
 
 
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's HTTP client obeys the environment, whose proxy knows no loopback."""
+    monkeypatch.setenv("no_proxy", "*")
+
+
 def has_network() -> bool:
     """Mooncake wants an address other than loopback when it is to be found through a service."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -6,13 +6,12 @@ import re
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 
 import kvprism
 import pytest
 from children import BOUND_SECONDS, Children
-from kvprism.local_mooncake import LocalMooncake
+from kvprism.local_mooncake import LocalMooncake, open_local
 from mooncake_helpers import TARGETS, Engine, hashes, pause_master, prompt
 from process_scripts import SimulatedEngine, simulated_prompts
 
@@ -36,7 +35,7 @@ def test_many_instances_on_one_host(children: Children) -> None:
 
 def begun(mooncake: LocalMooncake) -> int:
     """Objects that are being written, as the master counts them."""
-    with urllib.request.urlopen(f"http://{mooncake.metrics}/metrics") as answer:
+    with open_local(f"http://{mooncake.metrics}/metrics") as answer:
         text = answer.read().decode()
     counts = dict(re.findall(r"^(master_batch_put_\w+_items_total) (\d+)$", text, re.MULTILINE))
     started, refused, ended = (

@@ -8,7 +8,6 @@ the models have a scratch ring in every layer, which may never enter the store.
 from __future__ import annotations
 
 import json
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import conftest
 import harness
 import pytest
 from harness import Engine
-from kvprism.local_mooncake import LocalMooncake
+from kvprism.local_mooncake import LocalMooncake, open_local
 
 ATTENTION = {"block_size": 32}
 STATES = {"dtype": "bfloat16", "mamba_cache_mode": "align"}
@@ -52,7 +51,7 @@ class Runs:
 
 def keys_of(mooncake: LocalMooncake) -> set[str]:
     """The keys of all objects, as the master tells them."""
-    with urllib.request.urlopen(f"http://{mooncake.metrics}/get_all_keys") as answer:
+    with open_local(f"http://{mooncake.metrics}/get_all_keys") as answer:
         return set(answer.read().decode().split())
 
 

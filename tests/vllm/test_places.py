@@ -7,7 +7,6 @@ import inspect
 import logging
 import re
 import time
-import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import kvprism
 import pytest
 import test_halves as halves
 import test_layouts as layouts
-from kvprism.local_mooncake import LocalMooncake
+from kvprism.local_mooncake import LocalMooncake, open_local
 from kvprism.vllm import cache_config, worker_side
 from kvprism.vllm.metadata import StageMetadata, StepMetadata
 
@@ -384,7 +383,7 @@ def test_who_only_gives_memory_may_have_any_cache(mooncake: LocalMooncake) -> No
 
 def pool_bytes(mooncake: LocalMooncake) -> int:
     """What all segments of the pool have together, as the master tells it."""
-    with urllib.request.urlopen(f"http://{mooncake.metrics}/metrics") as answer:
+    with open_local(f"http://{mooncake.metrics}/metrics") as answer:
         text = answer.read().decode()
     (line,) = re.findall(r"^master_total_capacity_bytes (\S+)$", text, re.MULTILINE)
     return int(float(line))

@@ -19,7 +19,7 @@ from typing import Any
 import conftest
 import harness
 import pytest
-from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port
+from kvprism.local_mooncake import LocalMooncake, die_with_parent, free_port, open_local
 from test_faults import MANY, SMALL_CALLS
 
 BOUND = 600.0  # seconds for a server to come up
@@ -68,7 +68,7 @@ def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterato
 
 def healthy(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+        with open_local(f"{address}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
@@ -82,7 +82,7 @@ def complete(address: str, prompt: list[int]) -> list[str]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with open_local(request, timeout=120) as answer:
         content = json.load(answer)
     return list(content["choices"][0]["logprobs"]["tokens"])
 
@@ -95,7 +95,7 @@ def metrics(address: str, beginning: str = "vllm:kvprism_", label: str = "") -> 
         beginning: Of their names.
         label: Only those that have it.
     """
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+    with open_local(f"{address}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     found: dict[str, float] = {}
     for line in lines:
@@ -181,7 +181,7 @@ def chat(address: str, messages: list[dict[str, str]], *, give_up: bool = False)
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=600) as answer:
+    with open_local(request, timeout=600) as answer:
         if give_up:  # closes the connection, which aborts the request
             return ""
         return str(json.load(answer)["choices"][0]["message"]["content"])

@@ -32,15 +32,22 @@ def _child(name: str, master: str, histories: engine.History | None) -> dict[str
     from ..local_mooncake import die_with_parent
 
     task = {"variant": name, "master": master, "histories": histories}
-    done = subprocess.run(
-        [sys.executable, "-m", f"{__name__}.engine"],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=_CHILD_SECONDS,
-        check=False,
-        preexec_fn=die_with_parent(),
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"{__name__}.engine"],
+            input=json.dumps(task),
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_SECONDS,
+            check=False,
+            preexec_fn=die_with_parent(),
+        )
+    except subprocess.TimeoutExpired as error:
+        # Bytes, whatever `text` says.
+        sys.stderr.write((error.stderr or b"").decode(errors="replace"))
+        raise UnavailableError(
+            f"the engine of variant {name} did not end in {_CHILD_SECONDS:g} s"
+        ) from None
     if done.returncode != 0:
         sys.stderr.write(done.stderr)
         raise UnavailableError(f"the engine of variant {name} ended with {done.returncode}")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import tempfile
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from .. import sim
 from .._core import MemoryPool, Projection, UnavailableError
+from ..local_mooncake import open_local
 from .workload import Variant
 
 # Reads one object by its name.
@@ -111,7 +111,7 @@ def mooncake_objects(master: str, metrics: str) -> tuple[list[str], Read]:
         metrics: Address of the master's HTTP port.
     """
     url = urllib.parse.urlunsplit(("http", metrics, "/get_all_keys", "", ""))
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with open_local(url, timeout=10) as answer:
         keys = answer.read().decode().split()
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the library is opened
     with _stderr_aside() as log:
