@@ -12,14 +12,15 @@ if [ "$(id -u)" = 0 ]; then
   packages+=(ccache) # only a convenience
 fi
 
-# Prints the newest Python >= 3.11 in PATH that has venv and headers, never one of a venv.
+# Prints the newest Python in PATH, or what KVPRISM_PYTHON names, that has venv and headers and a
+# wheel of the pinned Mooncake; never one of a venv.
 find_python() {
   local candidate path
-  for candidate in python3.14 python3.13 python3.12 python3.11 python3 /usr/bin/python3; do
+  for candidate in ${KVPRISM_PYTHON:-python3.13 python3.12 python3.11 python3 /usr/bin/python3}; do
     path="$("$candidate" - 2>/dev/null <<'PY'
 import ensurepip, os, sys, sysconfig, venv
 header = os.path.join(sysconfig.get_path("include"), "Python.h")
-if sys.version_info >= (3, 11) and os.path.exists(header):
+if (3, 11) <= sys.version_info[:2] <= (3, 13) and os.path.exists(header):
     print(getattr(sys, "_base_executable", sys.executable))
 PY
     )" || continue
@@ -33,8 +34,11 @@ PY
 
 need_packages "${packages[@]}"
 if ! python="$(find_python)"; then
+  if [ -n "${KVPRISM_PYTHON:-}" ]; then
+    die "KVPRISM_PYTHON=$KVPRISM_PYTHON is no Python 3.11 to 3.13 with headers and venv"
+  fi
   need_packages python3-dev python3-venv
-  python="$(find_python)" || die "no Python >= 3.11 with headers and venv found"
+  python="$(find_python)" || die "no Python 3.11 to 3.13 with headers and venv found"
 fi
 
 lock_build

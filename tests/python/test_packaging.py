@@ -61,3 +61,44 @@ def test_one_version() -> None:
     library.kvprism_version.restype = ctypes.c_char_p
     assert library.kvprism_version().decode() == version
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def chosen_python(folder: Path, **environment: str) -> str:
+    """What setup.sh finds with this folder in front; "" when nothing will do."""
+    script = (ROOT / "scripts/setup.sh").read_text("utf-8")
+    function = script[script.index("find_python() {") : script.index("\n}\n") + 3]
+    done = subprocess.run(
+        ["bash", "-c", function + "find_python"],
+        env={"PATH": f"{folder}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def test_set_up_chooses_a_python_that_the_pinned_mooncake_has_a_wheel_for(tmp_path: Path) -> None:
+    (pinned,) = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]["mooncake"]
+    minors = {
+        int(row.python_tag.removeprefix("cp3"))
+        for row in kvprism.known_mooncake_builds()
+        if f"{row.distribution}=={row.version}" == pinned
+    }
+    assert minors == {10, 11, 12, 13}
+    for minor in range(10, 16):
+        named = tmp_path / str(minor) / f"python3.{minor}"
+        named.parent.mkdir()
+        # This interpreter, with its headers, which says that it is another.
+        named.write_text(
+            f"#!/bin/sh\nexec {sys.executable} -c 'import sys, sysconfig\n"
+            f'sys.version_info, sys._base_executable = (3, {minor}, 0), "named"\n'
+            "exec(sys.stdin.read())'\n"
+        )
+        named.chmod(0o755)
+        fits = minor in minors and minor >= 11
+        found = chosen_python(tmp_path / "none", KVPRISM_PYTHON=str(named))
+        assert found == ("named" if fits else ""), minor
+        assert (chosen_python(named.parent) == "named") == fits, minor
