@@ -146,9 +146,10 @@ flat bytes. Both are copied before the call returns.)")
              double quarantine_after_seconds, bool detach_quarantined_loads,
              const Whole<std::uint32_t>& backoff_after, double backoff_seconds,
              double saved_fresh_for_seconds, double avoid_failed_for_seconds,
-             double purge_settle_seconds, const Whole<std::uint32_t>& max_held_percent,
-             const std::string& flight_record_path, const std::optional<std::string>& record_to,
-             const Whole<std::uint32_t>& hash_width, bool tell_changes, bool checked) {
+             double purge_settle_seconds, double healthy_after_seconds,
+             const Whole<std::uint32_t>& max_held_percent, const std::string& flight_record_path,
+             const std::optional<std::string>& record_to, const Whole<std::uint32_t>& hash_width,
+             bool tell_changes, bool checked) {
             ProblemList problems;
             const auto seconds = [&](double value, const char* path) {
               return to_duration(value, path, problems);
@@ -173,6 +174,7 @@ flat bytes. Both are copied before the call returns.)")
             options.avoid_failed_for =
                 seconds(avoid_failed_for_seconds, "avoid_failed_for_seconds");
             options.purge_settle = seconds(purge_settle_seconds, "purge_settle_seconds");
+            options.healthy_after = seconds(healthy_after_seconds, "healthy_after_seconds");
             const std::uint32_t width = checked_width(hash_width, problems);
             if (!problems.empty()) add_problems_of(*schema, options, problems);
             problems.throw_if_any(ErrorCode::kInvalidConfig, kScheduler);
@@ -185,8 +187,9 @@ flat bytes. Both are copied before the call returns.)")
           "quarantine_after_seconds"_a = 120.0, "detach_quarantined_loads"_a = false,
           "backoff_after"_a = 3, "backoff_seconds"_a = 5.0, "saved_fresh_for_seconds"_a = 60.0,
           "avoid_failed_for_seconds"_a = 5.0, "purge_settle_seconds"_a = 12.0,
-          "max_held_percent"_a = 100, "flight_record_path"_a = "", "record_to"_a = nb::none(),
-          "hash_width"_a = 32, "tell_changes"_a = false, "checked"_a = false,
+          "healthy_after_seconds"_a = 5.0, "max_held_percent"_a = 100, "flight_record_path"_a = "",
+          "record_to"_a = nb::none(), "hash_width"_a = 32, "tell_changes"_a = false,
+          "checked"_a = false,
           R"(Takes the index side of `store`.
 
 Args:
@@ -206,6 +209,7 @@ Args:
     saved_fresh_for_seconds: What was saved is not saved again for this long.
     avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
     purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
+    healthy_after_seconds: A reason for being degraded is told for this long at least.
     max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
     flight_record_path: File that gets the flight record at its end at a quarantine, a silent rank or a mismatch; "" for the log.
     record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from kvprism.vllm.options import OPTIONS as VLLM_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
+STUB = ast.parse((ROOT / "tests" / "python" / "reference" / "_core.pyi").read_text("utf-8"))
 HEADERS = ROOT / "cpp" / "include" / "kvprism"
 HEADER_OF = {
     "StoreSchedulerCounters": "store/store_scheduler.h",
@@ -98,6 +101,48 @@ def test_every_time_option_is_in_the_table_with_its_default(struct: str) -> None
         if kind == "Duration"
     }
     assert listed == defaults
+
+
+def keywords(function: str) -> set[str]:
+    """Names of what a function of the bindings takes by keyword; of a class, its construction."""
+    (node,) = (
+        node
+        for node in STUB.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == function
+    )
+    if isinstance(node, ast.ClassDef):
+        (node,) = (
+            inner
+            for inner in node.body
+            if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"
+        )
+    return {argument.arg for argument in node.args.kwonlyargs}
+
+
+def test_time_options_can_be_set_where_the_page_says_so() -> None:
+    bounds = section("Time bounds")
+    options = [row[0].strip("`").split("::") for row in rows(bounds)]
+    settable = {
+        f"{name}_seconds": struct
+        for struct, name in options
+        if struct in ("StoreSchedulerOptions", "MooncakeOptions") or name == "setup_timeout"
+    }
+    takes = {
+        "StoreSchedulerOptions": keywords("StoreScheduler"),
+        "MooncakeOptions": keywords("mooncake_store"),
+        "BlockingStoreOptions": keywords("mooncake_store"),
+    }
+    assert [name for name, struct in settable.items() if name not in takes[struct]] == []
+    all_taken = takes["StoreSchedulerOptions"] | takes["MooncakeOptions"]
+    others = {f"{name}_seconds" for _, name in options} - set(settable)
+    assert others & all_taken == set()
+
+    (sentence,) = re.findall(r"The connector has no options for ([^.]+) either\.", bounds)
+    in_vllm = {option.name for option in VLLM_OPTIONS}
+    assert {f"{name}_seconds" for name in re.findall(r"`(\w+)`", sentence)} == set(
+        settable
+    ) - in_vllm
+    assert others & in_vllm == set()
 
 
 def test_numbers_beside_options_are_their_defaults() -> None:
