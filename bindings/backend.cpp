@@ -4,19 +4,25 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "areas.h"
+#include "errors.h"
 #include "handles.h"
 #include "kvprism/backend/blocking_store.h"
 #include "kvprism/backend/fault_injection.h"
 #include "kvprism/backend/memory_store.h"
 #include "kvprism/backend/mooncake_client.h"
+#include "kvprism/backend/rdma_facts.h"
 #include "kvprism/base/error.h"
 #include "locked_store.h"
 #include "text.h"
@@ -342,6 +348,88 @@ Raises:
     ArgumentError: The timeout is below 0.)");
 }
 
+// Device, number, state and whether it has a GID.
+using PortTuple = std::tuple<std::string, std::string, std::string, bool>;
+
+void bind_rdma(nb::module_& m) {
+  constexpr auto kUnlimited = std::numeric_limits<std::uint64_t>::max();
+  nb::class_<RdmaFacts>(m, "RdmaFacts",
+                        "What there is for RDMA on a machine, and what of it Mooncake cannot use.")
+      .def(
+          "__init__",
+          [](RdmaFacts* self, std::vector<std::string> devices, const std::vector<PortTuple>& ports,
+             const std::optional<Whole<std::uint64_t>>& memory_lock_bytes, bool may_lock_memory,
+             std::optional<std::string> forced_tcp) {
+            RdmaFacts facts;
+            facts.devices = std::move(devices);
+            for (const auto& [device, number, state, addressed] : ports)
+              facts.ports.push_back({device, number, state, addressed});
+            if (memory_lock_bytes) facts.lock_limit = (*memory_lock_bytes)("memory_lock_bytes");
+            facts.may_lock = may_lock_memory;
+            facts.forced_tcp = std::move(forced_tcp);
+            new (self) RdmaFacts(std::move(facts));
+          },
+          nb::kw_only(), "devices"_a = std::vector<std::string>(),
+          "ports"_a = std::vector<PortTuple>(), "memory_lock_bytes"_a = nb::none(),
+          "may_lock_memory"_a = false, "forced_tcp"_a = nb::none(), R"(Facts that are known.
+
+Args:
+    devices: Names of the devices.
+    ports: Of each port the device, its number, its state ("ACTIVE", "DOWN") and whether it has a GID.
+    memory_lock_bytes: How much a process may lock; None for no limit.
+    may_lock_memory: The process may lock more than that.
+    forced_tcp: What the environment has for MC_FORCE_TCP.)")
+      .def_static(
+          "read", [](std::string folder) { return read_rdma_facts(std::move(folder)); },
+          "folder"_a = MooncakeOptions{}.rdma_device_folder, R"(Looks at this machine.
+
+Args:
+    folder: Where devices are listed.
+
+Returns:
+    What was found.)")
+      .def_ro("folder", &RdmaFacts::folder, "Where devices are listed.")
+      .def_ro("devices", &RdmaFacts::devices, "Names of the devices.")
+      .def_prop_ro(
+          "ports",
+          [](const RdmaFacts& f) {
+            std::vector<PortTuple> ports;
+            for (const RdmaPort& port : f.ports)
+              ports.emplace_back(port.device, port.number, port.state, port.addressed);
+            return ports;
+          },
+          "Of each port the device, its number, its state and whether it has a GID.")
+      .def_prop_ro(
+          "memory_lock_bytes",
+          [](const RdmaFacts& f) {
+            return f.lock_limit == kUnlimited ? std::optional<std::uint64_t>()
+                                              : std::optional(f.lock_limit);
+          },
+          "How much this process may lock; None for no limit.")
+      .def_ro("may_lock_memory", &RdmaFacts::may_lock, "It may lock more than that.")
+      .def_ro("forced_tcp", &RdmaFacts::forced_tcp, "MC_FORCE_TCP in the environment.")
+      .def(
+          "problems",
+          [](const RdmaFacts& f, std::vector<std::string> devices,
+             const Whole<std::uint64_t>& locked_bytes) {
+            MooncakeOptions options;
+            options.rdma_devices = std::move(devices);
+            const std::uint64_t region = locked_bytes("locked_bytes");
+            return to_python(check_rdma(options, {&region, 1}, f));
+          },
+          nb::kw_only(), "rdma_devices"_a = std::vector<std::string>(), "locked_bytes"_a = 0,
+          nb::sig("def problems(self, *, rdma_devices: collections.abc.Sequence[str] = [], "
+                  "locked_bytes: int = 0) -> list[Problem]"),
+          R"(What would end the set-up of a store with protocol rdma.
+
+Args:
+    rdma_devices: Devices to be used; all when empty.
+    locked_bytes: Bytes of cache, segment and buffer that each device must lock; 0 when not known.
+
+Returns:
+    Every problem.)");
+}
+
 void bind_mooncake(nb::module_& m) {
   nb::class_<MooncakeAbiRow>(m, "MooncakeBuild",
                              "A build of Mooncake whose binary interface is known.")
@@ -452,6 +540,7 @@ Returns:
 Raises:
     ConfigError: A number is out of range.)");
   bind_mooncake(m);
+  bind_rdma(m);
   m.def("inject_faults", &inject_faults, "store"_a, nb::kw_only(), "seed"_a = 1,
         "delay_seconds"_a = 0.02, "late_seconds"_a = 0.1, "lookup_late_seconds"_a = 1.0,
         "region_delay_seconds"_a = 0.0, "chances"_a,

@@ -9,24 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
-import sys
 import urllib.parse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from . import mooncake_wheel
+from ._core import Error, Problem, RdmaFacts, find_mooncake_library, known_mooncake_builds
 from .local_mooncake import LocalMooncake, LocalMooncakeError
 from .mooncake_wheel import SYSTEM_PACKAGES, InstalledMooncake
 
 Level = Literal["ok", "note", "problem"]
 
-_CAP_IPC_LOCK = 14
 _MASTER_TIMEOUT = 2.0
 _PROBE_TIMEOUT = 200.0
 _INSTALL = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1"
@@ -67,16 +65,13 @@ class Facts:
     """What there is to know about this machine."""
 
     installed: InstalledMooncake | None = None
-    searched: tuple[str, ...] = ()
+    """Of the library that the engine would open."""
+    not_found: Problem | None = None
+    """Why there is none."""
     known_builds: tuple[KnownBuild, ...] = ()
     missing_libraries: tuple[str, ...] = ()
     python_tag: str = ""
-    rdma_devices: tuple[str, ...] = ()
-    rdma_folder: str = "/sys/class/infiniband"
-    memory_lock_bytes: int | None = None
-    """Soft limit; None is unlimited."""
-    may_lock_memory: bool = False
-    """The process has the capability to lock more than the limit."""
+    rdma: RdmaFacts = field(default_factory=RdmaFacts)
     taken_ports: tuple[int, ...] = ()
     master_failure: str | None = None
     """Why the master cannot be reached; None when it can, or when nobody asked."""
@@ -100,9 +95,10 @@ def check_installation(facts: Facts) -> Finding:
     """Is there a Mooncake?"""
     installed = facts.installed
     if installed is None:
-        where = ", ".join(facts.searched) or "no folder"
-        return Finding("problem", "Mooncake", f"not installed; searched {where}", _INSTALL)
-    text = f"{installed.distribution} {installed.version}, {installed.library}"
+        if facts.not_found is None:
+            return Finding("problem", "Mooncake", "not installed", _INSTALL)
+        return _problem("Mooncake", facts.not_found)
+    text = f"{installed.name}, {installed.library}"
     if installed.python_tag and facts.python_tag and installed.python_tag != facts.python_tag:
         return Finding(
             "problem",
@@ -126,7 +122,7 @@ def check_build(facts: Facts) -> Finding | None:
     return Finding(
         "problem",
         "build",
-        f"{installed.distribution} {installed.version} with build-id "
+        f"{installed.name} with build-id "
         f"{installed.build_id or '(none)'} is not known; known are {', '.join(known) or 'none'}",
         "install a known version, or run `kvprism doctor --probe` and set unknown_build to probe",
     )
@@ -157,52 +153,62 @@ def check_libraries(facts: Facts) -> Finding | None:
     )
 
 
-def check_rdma(facts: Facts, wanted: Wanted) -> list[Finding]:
-    """Are the RDMA devices there that the protocol needs?"""
-    present = ", ".join(facts.rdma_devices)
-    if wanted.protocol != "rdma":
-        text = present or f"none in {facts.rdma_folder}; not needed for {wanted.protocol}"
-        return [Finding("note", "RDMA devices", text)]
-    if not facts.rdma_devices:
-        return [
-            Finding(
-                "problem",
-                "RDMA devices",
-                f"none in {facts.rdma_folder}, and protocol rdma needs one",
-                "load the driver, pass /dev/infiniband into the container, or use protocol tcp",
-            )
-        ]
-    unknown = [name for name in wanted.rdma_devices if name not in facts.rdma_devices]
-    if unknown:
-        return [
-            Finding(
-                "problem",
-                "RDMA devices",
-                f"{', '.join(unknown)} not found; there are {present}",
-                "correct rdma_devices",
-            )
-        ]
-    return [Finding("ok", "RDMA devices", present)]
-
-
-def check_memory_lock(facts: Facts, wanted: Wanted) -> Finding | None:
-    """May the process lock the memory that RDMA registers (R67)?"""
-    if wanted.protocol != "rdma":
-        return None
-    limit = facts.memory_lock_bytes
-    if limit is None or facts.may_lock_memory:
-        return Finding("ok", "memory lock", "not limited")
-    if 0 < wanted.locked_bytes <= limit:
-        return Finding(
-            "ok", "memory lock", f"limit {limit} bytes, needed {wanted.locked_bytes} bytes"
-        )
-    needed = f"{wanted.locked_bytes} bytes" if wanted.locked_bytes else "the size of the cache"
+def _problem(subject: str, problem: Problem) -> Finding:
+    """What the library would say, and end the engine's start with."""
     return Finding(
         "problem",
-        "memory lock",
-        f"limit {limit} bytes, needed {needed}",
-        "raise it with `ulimit -l unlimited`; in a container start it with "
-        "`--ulimit memlock=-1` or the capability IPC_LOCK",
+        subject,
+        f"{problem.path} = {problem.value}: expected {problem.expected}",
+        problem.hint,
+    )
+
+
+_MEMORY_LOCK = "memory lock"
+
+
+def check_rdma(facts: Facts, wanted: Wanted) -> list[Finding]:
+    """May the protocol be used (R67, R68): devices, ports, memory to lock, the environment?"""
+    rdma = facts.rdma
+    present = ", ".join(rdma.devices)
+    if wanted.protocol != "rdma":
+        text = present or f"none in {rdma.folder}; not needed for {wanted.protocol}"
+        return [Finding("note", "RDMA devices", text)]
+    found = [
+        _problem(_rdma_subject(problem), problem)
+        for problem in rdma.problems(
+            rdma_devices=wanted.rdma_devices, locked_bytes=wanted.locked_bytes
+        )
+    ]
+    subjects = [finding.subject for finding in found]
+    if "RDMA devices" not in subjects:
+        found.insert(0, Finding("ok", "RDMA devices", present))
+    if _MEMORY_LOCK not in subjects:
+        found.append(_memory_lock(rdma, wanted))
+    return found
+
+
+def _rdma_subject(problem: Problem) -> str:
+    if problem.path == "memory lock limit":
+        return _MEMORY_LOCK
+    return "environment" if problem.path.startswith("environment.") else "RDMA devices"
+
+
+def _memory_lock(rdma: RdmaFacts, wanted: Wanted) -> Finding:
+    """Where the library finds nothing wrong with what it was told."""
+    limit = rdma.memory_lock_bytes
+    if limit is None or rdma.may_lock_memory:
+        return Finding("ok", _MEMORY_LOCK, "not limited")
+    if wanted.locked_bytes:
+        return Finding(
+            "ok",
+            _MEMORY_LOCK,
+            f"limit {limit} bytes, needed {wanted.locked_bytes} bytes on each device",
+        )
+    return Finding(
+        "problem",
+        _MEMORY_LOCK,
+        f"limit {limit} bytes, needed the size of the cache on each device",
+        "tell it with --locked-bytes, or raise the limit with `ulimit -l unlimited`",
     )
 
 
@@ -260,7 +266,6 @@ def judge(facts: Facts, wanted: Wanted) -> list[Finding]:
         check_libraries(facts),
         check_build(facts),
         *check_rdma(facts, wanted),
-        check_memory_lock(facts, wanted),
         *check_ports(facts, wanted),
         check_master(facts, wanted),
         check_probe(facts),
@@ -270,11 +275,9 @@ def judge(facts: Facts, wanted: Wanted) -> list[Finding]:
 
 def known_builds() -> tuple[KnownBuild, ...]:
     """The table of known builds, from the native library."""
-    from . import _core
-
     return tuple(
         KnownBuild(row.distribution, row.version, row.python_tag, row.build_id, row.exercised)
-        for row in _core.known_mooncake_builds()
+        for row in known_mooncake_builds()
     )
 
 
@@ -336,23 +339,19 @@ def record_facts(
         probe: Exercise the installed library, too.
         path: Folders to search for Mooncake; ``sys.path`` when None.
     """
-    installed = mooncake_wheel.find_installed_mooncake(path)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    folder = Facts.rdma_folder
-    devices = tuple(sorted(os.listdir(folder))) if os.path.isdir(folder) else ()
+    installed, not_found = None, None
+    try:
+        library = find_mooncake_library(site_packages=path)
+        installed = mooncake_wheel.describe_library(Path(library), path)
+    except Error as error:
+        (not_found,) = error.problems
     return Facts(
         installed=installed,
-        searched=tuple(
-            folder
-            for folder in (sys.path if path is None else path)
-            if folder.endswith(("site-packages", "dist-packages")) or path is not None
-        ),
+        not_found=not_found,
         known_builds=known_builds(),
         missing_libraries=() if installed is None else mooncake_wheel.missing_libraries(installed),
         python_tag=mooncake_wheel.python_tag(),
-        rdma_devices=devices,
-        memory_lock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        may_lock_memory=_has_capability(_CAP_IPC_LOCK),
+        rdma=RdmaFacts.read(),
         taken_ports=tuple(port for port in wanted.ports if not _is_free(port)),
         master_failure=_connect_failure(wanted.master) if wanted.master else None,
         probe_verdict=(
@@ -450,17 +449,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(format_findings(findings))
     return int(any(finding.level == "problem" for finding in findings))
-
-
-def _has_capability(bit: int) -> bool:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    for line in status.splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> bit & 1)
-    return False
 
 
 def _is_free(port: int) -> bool:

@@ -30,7 +30,8 @@ class InstalledMooncake:
     """An installed Mooncake distribution with a store library."""
 
     distribution: str
-    """Its name as in its metadata, e.g. ``mooncake-transfer-engine-non-cuda``."""
+    """Its name as in its metadata, e.g. ``mooncake-transfer-engine-non-cuda``; empty for a library
+    that no distribution lists."""
     version: str
     python_tag: str
     """Which Python it was built for, e.g. ``cp311``; empty when its metadata do not say."""
@@ -40,6 +41,11 @@ class InstalledMooncake:
     """Its GNU build-id in hex; empty when it has none."""
     needed: tuple[str, ...]
     """Names of the libraries that it asks the loader for."""
+
+    @property
+    def name(self) -> str:
+        """The distribution and its version; of a library of none, that."""
+        return f"{self.distribution} {self.version}" if self.distribution else "a library by itself"
 
     @property
     def folder(self) -> Path:
@@ -103,6 +109,21 @@ def find_installed_mooncake(path: Sequence[str] | None = None) -> InstalledMoonc
         path: Folders to search; ``sys.path`` when None.
     """
     return next(installed_mooncakes(path), None)
+
+
+def describe_library(library: Path, path: Sequence[str] | None = None) -> InstalledMooncake:
+    """The installed distribution that lists a store library, or what the file itself tells.
+
+    Args:
+        library: The store library.
+        path: Folders to search; ``sys.path`` when None.
+    """
+    library = library.resolve()
+    for installed in installed_mooncakes(path):
+        if installed.library == library:
+            return installed
+    build_id, needed = read_library(library)
+    return InstalledMooncake("", "", "", library, build_id, needed)
 
 
 def read_library(path: Path) -> tuple[str, tuple[str, ...]]:

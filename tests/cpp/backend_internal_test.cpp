@@ -318,7 +318,7 @@ TEST(Preflight, AnRdmaDeviceNeedsAnActivePortWithAnAddress) {
   fs::create_directory(folder.path() / "mlx5_3");  // tells of no port
   const std::string path = folder.path().string();
   const std::vector<std::string> all{"mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"};
-  const std::vector<detail::RdmaPort> ports =
+  const std::vector<RdmaPort> ports =
       detail::list_rdma_ports(path, detail::list_rdma_devices(path));
   ASSERT_EQ(ports.size(), 3u);
   EXPECT_TRUE(detail::check_rdma_ports({}, ports).empty()) << "one of them does";

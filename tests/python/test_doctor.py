@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kvprism import doctor, mooncake_wheel
+from kvprism import NotFoundError, doctor, mooncake_store, mooncake_wheel
+from kvprism._core import RdmaFacts
 from kvprism.doctor import Facts, Finding, KnownBuild, Wanted
 from kvprism.local_mooncake import LocalMooncake, free_port
 from kvprism.mooncake_wheel import InstalledMooncake
@@ -24,14 +27,15 @@ INSTALLED = InstalledMooncake(
     build_id=KNOWN.build_id,
     needed=("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"),
 )
+DEVICES = ["mlx5_0", "mlx5_1"]
+ACTIVE = [(name, "1", "ACTIVE", True) for name in DEVICES]
 SOUND = Facts(
     installed=INSTALLED,
-    searched=("/site-packages",),
     known_builds=(KNOWN,),
     python_tag="cp311",
-    rdma_devices=("mlx5_0", "mlx5_1"),
-    memory_lock_bytes=None,
+    rdma=RdmaFacts(devices=DEVICES, ports=ACTIVE),
 )
+RDMA = Wanted(protocol="rdma")
 
 
 def the_problem(facts: Facts, wanted: Wanted | None = None) -> Finding:
@@ -49,9 +53,46 @@ def test_sound_machine_has_no_problem() -> None:
 
 
 def test_not_installed() -> None:
-    finding = the_problem(dataclasses.replace(SOUND, installed=None))
-    assert finding.message == "not installed; searched /site-packages"
+    nowhere = doctor.record_facts(Wanted(), path=["/nonexistent"])
+    finding = the_problem(dataclasses.replace(SOUND, installed=None, not_found=nowhere.not_found))
+    assert finding.message == (
+        "library = searched /nonexistent: expected an installed distribution that lists "
+        "mooncake/store.so"
+    )
     assert finding.hint.startswith("pip install mooncake-transfer-engine-non-cuda==")
+
+
+def test_the_library_that_the_environment_names_is_the_one_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine opens it whatever is installed beside it."""
+    named = tmp_path / "libstore.so"
+    monkeypatch.setenv("KVPRISM_MOONCAKE_LIBRARY", str(named))
+    finding = doctor.doctor()[0]
+    assert (finding.level, finding.message) == (
+        "problem",
+        f"KVPRISM_MOONCAKE_LIBRARY = {named}: expected a file",
+    )
+    core = Path(sys.modules["kvprism._core"].__file__ or "")
+    named.write_bytes(core.read_bytes())
+    first, _, build = doctor.doctor()[:3]
+    assert (first.level, first.message) == ("ok", f"a library by itself, {named}")
+    assert build.level == "problem"
+    assert build.message.startswith("a library by itself with build-id ")
+
+
+@pytest.mark.mooncake
+def test_an_installed_library_that_the_environment_names_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = mooncake_wheel.find_installed_mooncake()
+    assert installed is not None
+    monkeypatch.setenv("KVPRISM_MOONCAKE_LIBRARY", str(installed.library))
+    assert doctor.record_facts(Wanted(), path=["/nonexistent"]).installed == dataclasses.replace(
+        installed, distribution="", version="", python_tag=""
+    )
+    assert doctor.record_facts(Wanted()).installed == installed
+    assert [f for f in doctor.doctor() if f.level == "problem"] == []
 
 
 def test_unknown_version() -> None:
@@ -85,33 +126,100 @@ def test_missing_system_library(missing: tuple[str, ...], hint: str) -> None:
     assert hint in finding.hint
 
 
+def with_rdma(**facts: Any) -> Facts:
+    return dataclasses.replace(
+        SOUND, rdma=RdmaFacts(**{"devices": DEVICES, "ports": ACTIVE, **facts})
+    )
+
+
 def test_rdma_without_device() -> None:
-    bare = dataclasses.replace(SOUND, rdma_devices=())
-    finding = the_problem(bare, Wanted(protocol="rdma"))
-    assert finding.message == "none in /sys/class/infiniband, and protocol rdma needs one"
+    bare = with_rdma(devices=[], ports=[])
+    finding = the_problem(bare, RDMA)
+    assert finding.subject == "RDMA devices"
+    assert finding.message == (
+        "protocol = rdma: expected at least one RDMA device in /sys/class/infiniband"
+    )
     assert "protocol tcp" in finding.hint
     assert [f for f in doctor.judge(bare, Wanted()) if f.level == "problem"] == []
 
 
 def test_rdma_device_that_is_not_there() -> None:
     finding = the_problem(SOUND, Wanted(protocol="rdma", rdma_devices=("mlx5_99", "mlx5_0")))
-    assert finding.message == "mlx5_99 not found; there are mlx5_0, mlx5_1"
+    assert finding.message == (
+        "rdma_devices[0] = mlx5_99: expected one of the devices in /sys/class/infiniband: "
+        "mlx5_0, mlx5_1"
+    )
+
+
+def test_rdma_without_a_port_that_is_up() -> None:
+    one_down = with_rdma(ports=[("mlx5_0", "1", "DOWN", True), *ACTIVE[1:]])
+    assert [f for f in doctor.judge(one_down, RDMA) if f.level == "problem"] == []
+    finding = the_problem(one_down, dataclasses.replace(RDMA, rdma_devices=("mlx5_0",)))
+    assert finding.subject == "RDMA devices"
+    assert finding.message == (
+        "rdma_devices[0] = mlx5_0 port 1 is DOWN: expected an active port with an address (GID)"
+    )
+    unaddressed = [("mlx5_0", "1", "ACTIVE", False), ("mlx5_1", "1", "DOWN", True)]
+    assert the_problem(with_rdma(ports=unaddressed), RDMA).message == (
+        "protocol = mlx5_0 port 1 is ACTIVE without an address (GID), mlx5_1 port 1 is DOWN: "
+        "expected an active port with an address (GID)"
+    )
+
+
+def test_rdma_with_an_environment_that_forces_tcp() -> None:
+    finding = the_problem(with_rdma(forced_tcp="1"), RDMA)
+    assert finding.subject == "environment"
+    assert finding.message == ("environment.MC_FORCE_TCP = 1: expected unset with protocol rdma")
+    assert [f for f in doctor.judge(with_rdma(forced_tcp="1"), Wanted()) if f.hint] == []
 
 
 def test_memory_lock_too_small() -> None:
-    small = dataclasses.replace(SOUND, memory_lock_bytes=65536)
-    wanted = Wanted(protocol="rdma", locked_bytes=1 << 30)
+    """All devices register all that is registered."""
+    small = with_rdma(memory_lock_bytes=8 << 30)
+    wanted = Wanted(protocol="rdma", locked_bytes=6 << 30)
     finding = the_problem(small, wanted)
-    assert finding.message == "limit 65536 bytes, needed 1073741824 bytes"
+    assert finding.message == (
+        "memory lock limit = 8589934592 bytes: expected at least 6442450944 bytes, which RDMA "
+        "must lock for each of 2 devices"
+    )
     assert "ulimit -l" in finding.hint
     assert "container" in finding.hint
-    assert [f for f in doctor.judge(small, Wanted(locked_bytes=1 << 30)) if f.level != "ok"] == [
+    on_one = dataclasses.replace(wanted, rdma_devices=("mlx5_0",))
+    assert doctor.judge(small, on_one)[-1] == Finding(
+        "ok", "memory lock", "limit 8589934592 bytes, needed 6442450944 bytes on each device"
+    )
+    assert [f for f in doctor.judge(small, Wanted(locked_bytes=6 << 30)) if f.level != "ok"] == [
         Finding("note", "RDMA devices", "mlx5_0, mlx5_1")
     ]
-    privileged = dataclasses.replace(small, may_lock_memory=True)
-    assert doctor.check_memory_lock(privileged, wanted) == Finding(
-        "ok", "memory lock", "not limited"
+    assert the_problem(small, RDMA).message == (
+        "limit 8589934592 bytes, needed the size of the cache on each device"
     )
+    privileged = with_rdma(memory_lock_bytes=8 << 30, may_lock_memory=True)
+    assert doctor.judge(privileged, wanted)[-1] == Finding("ok", "memory lock", "not limited")
+
+
+def test_rdma_facts_are_those_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    (port / "gids").mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    (port / "gids" / "0").write_text("fe80:0000:0000:0000:b83f:d2ff:fe12:3457\n")
+    monkeypatch.setenv("MC_FORCE_TCP", "yes")
+    found = RdmaFacts.read(str(tmp_path))
+    assert (found.folder, found.devices) == (str(tmp_path), ["mlx5_0"])
+    assert found.ports == [("mlx5_0", "1", "DOWN", True)]
+    assert found.forced_tcp == "yes"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    assert found.memory_lock_bytes == (None if soft == resource.RLIM_INFINITY else soft)
+    # What ends a start is told beforehand in the same words.
+    with pytest.raises(NotFoundError) as refused:
+        mooncake_store(master="127.0.0.1:1", protocol="rdma", rdma_device_folder=str(tmp_path))
+    assert refused.value.problems == found.problems()
+    assert [problem.path for problem in found.problems()] == [
+        "protocol",
+        "environment.MC_FORCE_TCP",
+    ]
 
 
 def test_port_taken() -> None:
@@ -149,7 +257,8 @@ def test_facts_of_ports_and_masters_are_looked_up() -> None:
         wanted = Wanted(ports=(port,), master=f"127.0.0.1:{port}")
         facts = doctor.record_facts(wanted, path=["/nonexistent"])
     assert facts.installed is None
-    assert facts.searched == ("/nonexistent",)
+    assert facts.not_found is not None
+    assert facts.not_found.value == "searched /nonexistent"
     assert facts.taken_ports == (port,)
     assert facts.master_failure is None
     for address, reason in [

@@ -572,22 +572,6 @@ void check_master(detail::Knock& master, Duration limit) {
             "`, or correct the address"});
 }
 
-void check_rdma(const MooncakeOptions& options) {
-  ProblemList problems;
-  const std::vector<std::string> devices = detail::list_rdma_devices(options.rdma_device_folder);
-  problems.append(
-      detail::check_rdma_devices(options.rdma_devices, devices, options.rdma_device_folder));
-  problems.append(detail::check_rdma_ports(
-      options.rdma_devices, detail::list_rdma_ports(options.rdma_device_folder, devices)));
-  problems.append(detail::check_locked_memory(options, {}, detail::read_memory_lock()));
-  // Mooncake obeys this variable before the protocol it was given.
-  if (const char* forced = std::getenv("MC_FORCE_TCP")) {
-    problems.add("environment.MC_FORCE_TCP", forced, "unset with protocol rdma",
-                 "unset it; a process that made a tcp client cannot make an rdma client");
-  }
-  problems.throw_if_any(ErrorCode::kNotFound, kSubject);
-}
-
 bool accepted_by_probe(const std::string& path, const HostPort& master) {
   const std::string hash = mooncake::hash_file(path);
   if (hash.empty()) return false;
@@ -609,7 +593,11 @@ bool accepted_by_probe(const std::string& path, const HostPort& master) {
 
 std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
                                             const std::shared_ptr<detail::Knock>& master) {
-  if (options.protocol == "rdma") check_rdma(options);
+  if (options.protocol == "rdma") {
+    ProblemList problems;
+    problems.append(check_rdma(options, {}, read_rdma_facts(options.rdma_device_folder)));
+    problems.throw_if_any(ErrorCode::kNotFound, kSubject);
+  }
   check_master(*master, options.connect_timeout);
 
   mooncake::OpenRequest request;

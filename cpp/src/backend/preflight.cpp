@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -235,18 +236,57 @@ MemoryLock read_memory_lock() noexcept {
   return result;
 }
 
-std::vector<Problem> check_locked_memory(const MooncakeOptions& options,
-                                         std::span<const std::uint64_t> regions,
-                                         const MemoryLock& lock) {
+namespace {
+
+std::vector<Problem> check_locked(const MooncakeOptions& options,
+                                  std::span<const std::uint64_t> regions, const MemoryLock& lock,
+                                  std::size_t present) {
   std::vector<std::uint64_t> lengths(regions.begin(), regions.end());
   lengths.push_back(static_cast<std::uint64_t>(options.global_segment_size));
   lengths.push_back(static_cast<std::uint64_t>(options.local_buffer_size));
   // Where Mooncake chooses it takes all that it finds.
-  const std::size_t devices = options.rdma_devices.empty()
-                                  ? list_rdma_devices(options.rdma_device_folder).size()
-                                  : options.rdma_devices.size();
+  const std::size_t devices = options.rdma_devices.empty() ? present : options.rdma_devices.size();
   return check_registration(lengths,
                             {lock.limit, lock.privileged, static_cast<std::uint32_t>(devices)});
 }
 
+}  // namespace
+
+std::vector<Problem> check_locked_memory(const MooncakeOptions& options,
+                                         std::span<const std::uint64_t> regions,
+                                         const MemoryLock& lock) {
+  return check_locked(options, regions, lock, list_rdma_devices(options.rdma_device_folder).size());
+}
+
 }  // namespace kvprism::detail
+
+namespace kvprism {
+
+RdmaFacts read_rdma_facts(std::string folder) {
+  RdmaFacts facts;
+  facts.devices = detail::list_rdma_devices(folder);
+  facts.ports = detail::list_rdma_ports(folder, facts.devices);
+  facts.folder = std::move(folder);
+  const detail::MemoryLock lock = detail::read_memory_lock();
+  facts.lock_limit = lock.limit;
+  facts.may_lock = lock.privileged;
+  if (const char* forced = std::getenv("MC_FORCE_TCP")) facts.forced_tcp = forced;
+  return facts;
+}
+
+std::vector<Problem> check_rdma(const MooncakeOptions& options,
+                                std::span<const std::uint64_t> regions, const RdmaFacts& facts) {
+  ProblemList problems;
+  problems.append(detail::check_rdma_devices(options.rdma_devices, facts.devices, facts.folder));
+  problems.append(detail::check_rdma_ports(options.rdma_devices, facts.ports));
+  problems.append(detail::check_locked(options, regions, {facts.lock_limit, facts.may_lock},
+                                       facts.devices.size()));
+  // Mooncake obeys this variable before the protocol it was given.
+  if (facts.forced_tcp) {
+    problems.add("environment.MC_FORCE_TCP", *facts.forced_tcp, "unset with protocol rdma",
+                 "unset it; a process that made a tcp client cannot make an rdma client");
+  }
+  return problems.problems();
+}
+
+}  // namespace kvprism

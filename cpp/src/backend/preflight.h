@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kvprism/backend/mooncake_client.h"
+#include "kvprism/backend/rdma_facts.h"
 #include "kvprism/base/error.h"
 #include "kvprism/base/host_port.h"
 #include "kvprism/run/instant.h"
@@ -55,13 +56,6 @@ std::vector<Problem> check_rdma_devices(const std::vector<std::string>& wanted,
                                         const std::vector<std::string>& present,
                                         const std::string& folder);
 
-// A port of a device, as the kernel tells of it.
-struct RdmaPort {
-  std::string device;
-  std::string number;
-  std::string state;       // "ACTIVE", "DOWN", ...
-  bool addressed = false;  // it has a GID, by which others can reach it
-};
 // Of each device in `folder`, sorted; none of a device that does not tell.
 std::vector<RdmaPort> list_rdma_ports(const std::string& folder,
                                       const std::vector<std::string>& devices);

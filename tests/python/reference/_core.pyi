@@ -1434,6 +1434,73 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         TimedOutError: Set-up took longer than its bound.
     """
 
+class RdmaFacts:
+    """
+    What there is for RDMA on a machine, and what of it Mooncake cannot use.
+    """
+
+    def __init__(self, *, devices: Sequence[str] = [], ports: Sequence[tuple[str, str, str, bool]] = [], memory_lock_bytes: int | None = None, may_lock_memory: bool = False, forced_tcp: str | None = None) -> None:
+        """
+        Facts that are known.
+
+        Args:
+            devices: Names of the devices.
+            ports: Of each port the device, its number, its state ("ACTIVE", "DOWN") and whether it has a GID.
+            memory_lock_bytes: How much a process may lock; None for no limit.
+            may_lock_memory: The process may lock more than that.
+            forced_tcp: What the environment has for MC_FORCE_TCP.
+        """
+
+    @staticmethod
+    def read(folder: str = '/sys/class/infiniband') -> RdmaFacts:
+        """
+        Looks at this machine.
+
+        Args:
+            folder: Where devices are listed.
+
+        Returns:
+            What was found.
+        """
+
+    @property
+    def folder(self) -> str:
+        """Where devices are listed."""
+
+    @property
+    def devices(self) -> list[str]:
+        """Names of the devices."""
+
+    @property
+    def ports(self) -> list[tuple[str, str, str, bool]]:
+        """
+        Of each port the device, its number, its state and whether it has a GID.
+        """
+
+    @property
+    def memory_lock_bytes(self) -> int | None:
+        """How much this process may lock; None for no limit."""
+
+    @property
+    def may_lock_memory(self) -> bool:
+        """It may lock more than that."""
+
+    @property
+    def forced_tcp(self) -> str | None:
+        """MC_FORCE_TCP in the environment."""
+
+    def problems(self, *, rdma_devices: Sequence[str] = [], locked_bytes: int = 0) -> list[Problem]:
+        """
+        What would end the set-up of a store with protocol rdma.
+
+        Args:
+            rdma_devices: Devices to be used; all when empty.
+            locked_bytes: Bytes of cache, segment and buffer that each device must lock; 0 when not known.
+
+        Returns:
+            Every problem.
+        """
+
 def inject_faults(store: ObjectStore, *, seed: int = 1, delay_seconds: float = 0.02, late_seconds: float = 0.1, lookup_late_seconds: float = 1.0, region_delay_seconds: float = 0.0, **chances: float) -> ObjectStore:
     """
     Wraps a store so that it misbehaves, for tests.
@@ -1697,7 +1764,7 @@ class StoreScheduler:
     flat bytes. Both are copied before the call returns.
     """
 
-    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, max_held_percent: int = 100, flight_record_path: str = '', record_to: str | None = None, hash_width: int = 32, tell_changes: bool = False, checked: bool = False) -> None:
+    def __init__(self, schema: KeySchema, store: ObjectStore, *, epoch: int | None = None, loads: bool = True, saves: bool = True, lookup_timeout_seconds: float = 0.5, lookup_fresh_for_seconds: float = 5.0, load_timeout_seconds: float = 20.0, save_timeout_seconds: float = 60.0, quarantine_after_seconds: float = 120.0, detach_quarantined_loads: bool = False, backoff_after: int = 3, backoff_seconds: float = 5.0, saved_fresh_for_seconds: float = 60.0, avoid_failed_for_seconds: float = 5.0, purge_settle_seconds: float = 12.0, healthy_after_seconds: float = 5.0, max_held_percent: int = 100, flight_record_path: str = '', record_to: str | None = None, hash_width: int = 32, tell_changes: bool = False, checked: bool = False) -> None:
         """
         Takes the index side of `store`.
 
@@ -1718,6 +1785,7 @@ class StoreScheduler:
             saved_fresh_for_seconds: What was saved is not saved again for this long.
             avoid_failed_for_seconds: A chunk whose load failed counts as absent for this long.
             purge_settle_seconds: The last pass of a purge begins this long after the store was last used; above the store's lease.
+            healthy_after_seconds: A reason for being degraded is told for this long at least.
             max_held_percent: Nothing is saved while jobs hold more of the pool's blocks; 100 for no bound.
             flight_record_path: File that gets the flight record at its end at a quarantine, a silent rank or a mismatch; "" for the log.
             record_to: New file that gets everything which decides, in the step itself; `kvprism replay-run` repeats it. It holds hashes, no tokens.
