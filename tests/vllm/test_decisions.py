@@ -23,6 +23,7 @@ import kvprism
 import pytest
 import test_layouts
 from kvprism.vllm import scheduler_side, worker_side
+from lookup_pace import PacedLookups, join, pace
 
 BLOCK = 32
 ROUNDS = 120
@@ -58,42 +59,6 @@ class Pool:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def join(queue: Any) -> None:
-    """queue.join() with a bound."""
-    with queue.all_tasks_done:
-        assert queue.all_tasks_done.wait_for(lambda: not queue.unfinished_tasks, BOUND)
-
-
-MISS = SimpleNamespace(hit_length=0)
-
-
-class LaterLookups:
-    """In place of the client of a lookup server: at the pace of ours.
-
-    It asks at once and answers from the second time on, until there are blocks, or until the engine
-    itself has less than it had.
-    """
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-        self._answers: dict[str, tuple[int, Any]] = {}
-        self.computed = 0  # tokens of the request that the engine has
-        self.step_tokens = 0
-
-    def lookup(self, name: str, tokens: int, hashes: Any, non_block: bool) -> Any:
-        assert non_block
-        if (tokens - 1) // self.step_tokens * self.step_tokens <= self.computed:
-            return MISS
-        asked, answer = self._answers.get(name, (1 << 30, None))
-        if asked <= self.computed:
-            return answer
-        self._answers[name] = self.computed, self._worker.lookup(tokens, list(hashes))
-        return None
-
-    def discard(self, name: str) -> None:
-        self._answers.pop(name, None)
 
 
 class Arm:
@@ -239,18 +204,12 @@ class Theirs(Arm):
         }
         super().__init__(transfer, config, budget)
         self._inside = self.worker.connector_worker
-        lookups = LaterLookups(self._inside)
-        half = self.connector.connector_scheduler
-        half.client = lookups
-        allocated = half.update_state_after_alloc
-
-        def then_forget(request: Any, *arguments: Any) -> None:
-            lookups.discard(request.request_id)
-            allocated(request, *arguments)
-
-        half.update_state_after_alloc = then_forget
-        lookups.step_tokens = self.step_tokens
-        self._lookups = lookups
+        self._lookups = PacedLookups(
+            lambda _, tokens, hashes: self._inside.lookup(tokens, list(hashes)),
+            self.step_tokens,
+            late=True,
+        )
+        pace(self.connector.connector_scheduler, self._lookups)
 
     def _lookup(self, request: Any, computed: int) -> Any:
         self._lookups.computed = computed
@@ -258,7 +217,7 @@ class Theirs(Arm):
 
     def work(self, finished: set[str]) -> set[str]:
         for queue in (self._inside.kv_send_thread.request_queue, self._inside.recv_request_queue):
-            join(queue)
+            join(queue, BOUND)
         results = self.worker.get_transfer_results(finished)
         assert not results.failed_recving
         return results.finished_recving or set()
@@ -393,12 +352,19 @@ def arms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     ours.close()
 
 
-def prompt_of(draw: random.Random, known: list[list[int]]) -> list[int]:
-    """Begins as an earlier prompt or anew; its last block has room for the answer (D14)."""
+def prompt_of(
+    draw: random.Random, known: list[list[int]], shared: int = 6, more: int = 4
+) -> list[int]:
+    """Less than `shared` blocks of an earlier prompt or none, and less than `more` others.
+
+    The last block has room for the answer (D14).
+    """
     begin = (
-        draw.choice(known)[: draw.randrange(0, 6) * BLOCK] if known and draw.random() < 0.7 else []
+        draw.choice(known)[: draw.randrange(0, shared) * BLOCK]
+        if known and draw.random() < 0.7
+        else []
     )
-    length = (len(begin) // BLOCK + draw.randrange(0, 4)) * BLOCK + draw.randrange(1, 8)
+    length = (len(begin) // BLOCK + draw.randrange(0, more)) * BLOCK + draw.randrange(1, 8)
     return begin + [draw.randrange(4, 500) for _ in range(length - len(begin))]
 
 
