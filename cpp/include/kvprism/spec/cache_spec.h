@@ -85,8 +85,8 @@ struct CacheSpec {
   std::optional<std::uint32_t> sliding_window;    // tokens
   std::optional<std::uint64_t> page_size_padded;  // bytes, at least the unpadded page
   std::variant<AttentionPayload, StatePayload, RawPayload> payload;
-  // Tokens that rebuild the cache after a hit, for kinds that allow it (R14). 0: the engine goes back
-  // behind the end of a hit by itself, as vLLM does for a bounded replay.
+  // Tokens that rebuild the cache after a hit, for kinds that allow it (R14). 0: the engine goes
+  // back behind the end of a hit by itself, as vLLM does for a bounded replay.
   std::optional<std::uint32_t> replay_tokens;
   std::optional<std::uint32_t> attention_chunk_size;  // tokens
   std::optional<std::uint32_t> rswa_window;           // generated tokens that stay
