@@ -37,6 +37,7 @@ TEST_OBJECTS = tuple(
         "blocking_threads_test",
         "job_ledger_test",
         "pump_thread_test",
+        "prompt_end_test",
         "purge_test",
         "scheduler_load_test",
         "store_scheduler_test",

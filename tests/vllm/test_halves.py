@@ -328,6 +328,59 @@ def test_what_a_reset_has_preempted_is_saved_again(
     assert purging.half.counters()["block_ids_read"] == 10
 
 
+def test_what_was_preempted_before_a_reset_is_saved_after_it(
+    purging: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    """It waits for blocks, and no later list of preempted requests has it."""
+    request = purging.request("a", TOKENS)
+    purging.allocate(request, len(TOKENS))
+    worker = make_worker(mooncake, configuration(), described)
+    run(worker, purging, purging.step(a=2 * BLOCK))
+    worker.close()
+    purging.pool.free_blocks(reversed(purging.tables.pop("a")))
+    request.num_computed_tokens = 0
+    purging.preempted = {"a"}
+    purging.step()
+    purging.preempted = None
+    purging.half.purge()
+    finish_purge(purging)
+    purging.allocate(request, len(TOKENS))
+    table = [block.block_id for block in purging.tables["a"]]
+    assert saved_blocks(purging.step(a=len(TOKENS)).plan) == table[:4]
+
+
+def test_what_a_load_brought_in_vain_before_a_reset_is_saved_after_it(
+    purging: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    """Of several groups vLLM gives all blocks up where a load brings less than was offered."""
+
+    def look_up() -> int:
+        end = time.monotonic() + 60
+        while (found := purging.half.lookup(again, 0)[0]) is None:
+            assert time.monotonic() < end
+            purging.step()
+        return int(found)
+
+    worker = make_worker(mooncake, configuration(), described)
+    first = purging.request("first", TOKENS)
+    purging.allocate(first, len(TOKENS))
+    run(worker, purging, purging.step(first=len(TOKENS)))
+    purging.free(first)
+    again = purging.request("again", TOKENS)
+    assert look_up() == 4 * BLOCK
+    purging.allocate(again, 4 * BLOCK, external=4 * BLOCK)
+    run(worker, purging, purging.step())
+    worker.close()
+    purging.pool.free_blocks(reversed(purging.tables.pop("again")))
+    purging.half.purge()
+    finish_purge(purging)
+    purging.half._set_mode("write_only")  # leases have kept what the load has read
+    assert look_up() == 0
+    purging.allocate(again, len(TOKENS))
+    table = [block.block_id for block in purging.tables["again"]]
+    assert saved_blocks(purging.step(again=len(TOKENS)).plan) == table[:4]
+
+
 def test_a_request_whose_load_a_reset_has_overtaken_is_saved_when_it_is_computed(
     purging: Engine, mooncake: LocalMooncake, described: Any
 ) -> None:

@@ -29,6 +29,7 @@ class _Tracked:
         "hashes",
         "last_hash",
         "limit",
+        "loaded",
         "misnamed",
         "number",
         "prompt",
@@ -53,6 +54,7 @@ class _Tracked:
         self.accepted = 0
         self.checked_below = self.step  # with fewer tokens there is nothing new to save
         self.purged = False  # what it has computed is older than a purge
+        self.loaded = False  # a load was begun for it
 
     def may_save(self) -> bool:
         limited = self.limit is not None and self.limit < self.step
@@ -176,10 +178,10 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if (
             tracked is not None
-            and tracked.purged
+            and (tracked.purged or tracked.loaded)
             and request.num_computed_tokens == local_tokens == 0
         ):
-            # A reset has overtaken its load, so it is computed from its first token.
+            # Its load was of no use, or overtaken by a reset: it is computed from its first token.
             self._begin_again(tracked)
         if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
@@ -203,6 +205,7 @@ class SchedulerSide:
             # vLLM waits all the same, for whatever reason the offer is gone.
             self._refused.append(request.request_id)
             return
+        self._requests[request.request_id].loaded = True
         self._loading[job] = request.request_id
         self._step_loads.append((job, request.request_id))
 
