@@ -384,7 +384,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
         """The states that end a prompt; jobs reference their blocks, so nothing is delayed."""
-        self._half().save_last_states(request, partial_tail_offloads)
+        self._half().save_last_states(request, block_ids, partial_tail_offloads)
         return False
 
     def take_events(self) -> Iterable[Any]:

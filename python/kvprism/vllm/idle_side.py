@@ -35,7 +35,9 @@ class IdleSide:
     def finished(self, request: Any) -> None:
         """Nothing is known of requests."""
 
-    def save_last_states(self, request: Any, offers: list[tuple[int, int, int]]) -> None:
+    def save_last_states(
+        self, request: Any, tables: tuple[list[int], ...], offers: list[tuple[int, int, int]]
+    ) -> None:
         """Nothing is saved."""
 
     def take_output(self, output: Any) -> None:

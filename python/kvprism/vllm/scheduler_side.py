@@ -97,7 +97,8 @@ class SchedulerSide:
         self._saves = saves
         self._step_tokens = described.projection.scheduler_block_size
         # Hits may end inside a block, and so may what is saved of a prompt.
-        self._fine = described.projection.hit_alignment < self._step_tokens
+        self._hit_tokens = described.projection.hit_alignment
+        self._fine = self._hit_tokens < self._step_tokens
         self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
         self._announcer = announcer
         self._store = open_store(options, gives_memory=False)
@@ -313,14 +314,28 @@ class SchedulerSide:
                 continue
             self._advance(tracked, tracked.accepted)
             for group, block, tokens in states:
+                if tokens % self._hit_tokens:
+                    continue  # beside a ring vLLM's own hits may end where those of a store do not
                 if tracked.limit is None or tokens <= tracked.limit:
                     self._core.boundary(tracked.number, self._groups[group], block, tokens)
 
-    def save_last_states(self, request: Any, offers: list[tuple[int, int, int]]) -> None:
-        """States that a request leaves behind when it ends, before its blocks are free."""
-        if self._may_save():
-            self._save_states({request.request_id: offers})
-            self._reference()
+    def save_last_states(
+        self, request: Any, tables: tuple[list[int], ...], offers: list[tuple[int, int, int]]
+    ) -> None:
+        """States that a request leaves behind when it ends, before its blocks are free, and what it
+        has computed before them: without it they would serve nobody."""
+        if not self._may_save():
+            return
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.purged or tracked.has_changed():
+            return
+        computed = request.num_computed_tokens
+        self._advance(tracked, computed if tracked.limit is None else min(computed, tracked.limit))
+        wanted = self._core.wants_save(tracked.number)
+        if wanted is not None:
+            self._core.save(tracked.number, wanted, tables)
+        self._save_states({request.request_id: offers})
+        self._reference()
 
     # The life of a request.
 

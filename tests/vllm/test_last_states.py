@@ -1,0 +1,98 @@
+"""States where hits may end inside a block: of requests that end early, and beside rings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import kvprism
+import pytest
+import test_contract
+from kvprism import StepPlan
+from kvprism.vllm import cache_config, scheduler_side
+from kvprism.vllm.options import read_options
+from kvprism.vllm.scheduler_side import SchedulerSide
+from stream_replay import CountedBlocks
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+BLOCK, UNIT = 64, 32
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    init_none_hash(sha256)
+    model = str(test_contract.conftest.model("llama"))
+    return EngineArgs(model=model, enforce_eager=True, block_size=BLOCK).create_engine_config()
+
+
+class Half:
+    """The scheduler's half beside attention (group 0), states (1) and a ring (2)."""
+
+    def __init__(self, vllm_config: Any, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = test_contract.config("full", "mamba", "ring")
+        for group, size in zip(config.kv_cache_groups, (BLOCK, BLOCK, ring), strict=True):
+            spec = dataclasses.replace(group.kv_cache_spec, block_size=size)
+            object.__setattr__(group, "kv_cache_spec", spec)
+        object.__setattr__(config, "cache_hit_alignment_tokens", UNIT)
+        described = cache_config.describe(vllm_config, config, (BLOCK, UNIT), "")
+        checked = functools.partial(kvprism.StoreScheduler, checked=True)
+        monkeypatch.setattr(scheduler_side, "StoreScheduler", checked)
+        monkeypatch.setattr(scheduler_side, "open_store", lambda *_, **__: kvprism.memory_store())
+        options = read_options({"master_server_address": "nobody:1"}, {})
+        self.side = SchedulerSide(described, options, loads=True, saves=True)
+        self.blocks = CountedBlocks(config.num_blocks)
+        self.side.bind_pool(self.blocks)
+
+    def request(self, tokens: int) -> Request:
+        request = Request(
+            "a",
+            list(range(4, 4 + tokens)),
+            SamplingParams(max_tokens=8),
+            None,
+            block_hasher=get_request_block_hasher(UNIT, sha256),
+        )
+        self.side.new_request(request)
+        return request
+
+    def step(self, scheduled: dict[str, int], offers: dict[str, Any]) -> int:
+        """Blocks that the step's jobs move."""
+        state = SimpleNamespace(
+            get_block_ids=lambda _: ([3], [4], [5]), boundary_state_offloads=offers
+        )
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, kv_connector_block_state=state, preempted_req_ids=None
+        )
+        plan = self.side.end_step(output).plan
+        return StepPlan.decode(plan).num_blocks if plan else 0
+
+
+def test_with_its_last_states_a_request_leaves_what_is_before_them(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = Half(vllm_config, UNIT, monkeypatch)
+    request = half.request(UNIT + 10)
+    assert half.step({"a": UNIT}, {}) == 0
+    request.num_computed_tokens = UNIT
+    half.side.save_last_states(request, ([3], [4], [5]), [(1, 4, UNIT)])
+    half.side.finished(request)
+    assert half.blocks.references == {3: 1, 4: 1}
+    assert half.step({}, {}) == 2
+    half.side.close()
+
+
+def test_beside_a_ring_states_in_its_middle_are_left_out(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = Half(vllm_config, BLOCK, monkeypatch)
+    half.request(BLOCK + 10)
+    assert half.step({"a": UNIT}, {"a": [(1, 4, UNIT)]}) == 0
+    assert half.side.counters()["offers_refused"] == 0
+    assert half.step({}, {"a": [(1, 4, BLOCK)]}) == 1
+    assert half.blocks.references == {4: 1}
+    half.side.close()
