@@ -433,8 +433,8 @@ def _take(
             problems.add(path, value, "a known option", suggestion(name, (*known, *passed_over)))
 
 
-def own_address() -> str:
-    """The address by which other hosts would reach this one."""
+def own_address(master: str) -> str:
+    """The address by which other hosts would reach this one; of a master here that is known."""
     chosen = os.environ.get("VLLM_HOST_IP")
     if chosen:
         return chosen
@@ -442,10 +442,11 @@ def own_address() -> str:
         try:
             probe.connect(("192.0.2.1", 9))  # nothing is sent
         except OSError:
-            logger.warning(
-                "kvprism: this host has no route to others: its address is 127.0.0.1 unless "
-                "local_hostname or VLLM_HOST_IP says otherwise"
-            )
+            if not master.startswith(("127.", "localhost:", "[::1]:")):
+                logger.warning(
+                    "kvprism: this host has no route to others: its address is 127.0.0.1 unless "
+                    "local_hostname or VLLM_HOST_IP says otherwise"
+                )
             return "127.0.0.1"
         return str(probe.getsockname()[0])
 
@@ -498,7 +499,7 @@ def read_options(
         problems.add("MOONCAKE_PREFERRED_SEGMENT", segment, accepted.expected, accepted.meaning)
     _check_together(values, problems)
     if not values["local_hostname"]:
-        values["local_hostname"] = own_address()
+        values["local_hostname"] = own_address(values["master_server_address"])
     problems.raise_if_any("kvprism options")
     return Options(values)
 
