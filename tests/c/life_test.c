@@ -179,6 +179,9 @@ static void save(Engine* engine, const kvprism_hashes* hashes, const kvprism_rea
   const kvprism_blocks row = {blocks, 3};
   uint32_t from = 0, to = 0, told = 0;
   OK(kvprism_scheduler_advanced(engine->scheduler, 1, kTokens, hashes, &error));
+  bool paused = true;
+  OK(kvprism_scheduler_saves_paused(engine->scheduler, kvprism_now(), &paused, &error));
+  CHECK(!paused);
   OK(kvprism_scheduler_wants_save(engine->scheduler, 1, kvprism_now(), &from, &to, &error));
   CHECK(from == 0 && to == kTokens);
   OK(kvprism_scheduler_save(engine->scheduler, 1, from, to, &row, 1, kvprism_now(), &error));

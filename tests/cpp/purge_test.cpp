@@ -555,12 +555,19 @@ TEST_F(PurgeTest, WhoeverIsPreemptedSavesAgainWhatItsLookupNoLongerFinds) {
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "it is on its way";
   report(job, JobOutcome::kOk, true);
   scheduler->preempted(kRequest);
-  now = now + scheduler->options().saved_fresh_for;
   look_up(4);
   EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty()) << "all of it is there";
   scheduler->preempted(kRequest);
   look_up(1);
   EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{16, 64}));
+  // With that on its way only what lies before it is missing.
+  scheduler->save(kRequest, {16, 64}, rows.get(), now);
+  scheduler->preempted(kRequest);
+  look_up(1);
+  EXPECT_TRUE(scheduler->wants_save(kRequest, now).empty());
+  scheduler->preempted(kRequest);
+  look_up(0);
+  EXPECT_EQ(scheduler->wants_save(kRequest, now), (TokenRange{0, 64}));
 }
 
 // The load itself has taken a lease on it.

@@ -119,7 +119,7 @@ def test_two_ranks_one_of_them_late(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     engine = ATTENTION | {"tensor_parallel_size": 2}
     with (
-        LocalMooncake(storage_bytes=1 << 30) as mooncake,
+        harness.patient_mooncake() as mooncake,
         LiveEngine(
             conftest.model("llama"),
             engine=engine,

@@ -608,6 +608,8 @@ def test_every_method_of_the_contract_is_our_own() -> None:
 
 def test_what_the_connector_says_of_itself() -> None:
     """The base class would say that saves must be delivered (W-C18) and that it can sleep (N3)."""
+    from types import SimpleNamespace
+
     from kvprism.vllm import KVPrismConnector
 
     assert KVPrismConnector.supports_sleep_mode(None) is False
@@ -615,9 +617,11 @@ def test_what_the_connector_says_of_itself() -> None:
     assert connector.requires_kv_delivery is False
     assert connector.supports_divergent_local_hybrid_hits is False
     # With an allocator that can unmap, vLLM sleeps without sleep mode as well.
-    connector._worker = connector._lent = None
+    connector._worker = None
     connector.unregister_kv_caches()
-    connector._worker = object()
+    connector._worker = SimpleNamespace(released=True)
+    connector.unregister_kv_caches()
+    connector._worker.released = False
     with pytest.raises(kvprism.ConfigError, match="= 'unmapped': expected memory that stays"):
         connector.unregister_kv_caches()
 

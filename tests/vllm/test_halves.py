@@ -1045,10 +1045,44 @@ def test_a_step_that_fails_is_not_saved(
     with caplog.at_level(logging.ERROR, logger="vllm.kvprism"), pytest.raises(MemoryError):
         step()
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert errors == ["kvprism: a step has failed: its blocks are not saved"]
+    assert len(errors) == 1
+    assert errors[0].startswith("kvprism: a step has failed, and vLLM's own cache has its blocks")
     worker.bind(StepMetadata())
     worker.submit()
     assert stored_and_failed(worker, engine) == (0, 4)
+    worker.close()
+
+
+def test_after_a_failed_step_nothing_is_saved_before_a_reset(
+    purging: Engine, mooncake: LocalMooncake, described: Any
+) -> None:
+    """vLLM has put its blocks into its own cache, where the next request of the tokens has them."""
+    worker, metadata = failing_worker(purging, mooncake, described, "fails first")
+    worker.bind(metadata)
+    worker.bind(StepMetadata())
+    worker.submit()
+    assert stored_and_failed(worker, purging) == (0, 4)
+    purging.free(purging.half._requests["fails first"].request)
+
+    def again(name: str) -> None:
+        request = purging.request(name, [len("fails first"), *TOKENS[1:]])
+        purging.allocate(request, len(TOKENS))
+        worker.bind(purging.step(**{name: len(TOKENS)}))
+        worker.submit()
+        worker.take_results()
+
+    again("in between")
+    assert stored_and_failed(worker, purging) == (0, 8)
+    purging.half.purge()  # vLLM's own cache stays, while the request has blocks of it
+    finish_purge(purging)
+    purging.free(purging.half._requests["in between"].request)
+    again("still")
+    assert stored_and_failed(worker, purging) == (0, 12)
+    purging.free(purging.half._requests["still"].request)
+    purging.half.purge()
+    finish_purge(purging)
+    again("after a reset")
+    assert stored_and_failed(worker, purging) == (4, 12)
     worker.close()
 
 

@@ -17,7 +17,11 @@ ENGINE = {"block_size": 32}
 @pytest.mark.parametrize(
     "name",
     # test_streams.py shares a pool, too; here it is with a prefix
-    [pytest.param("llama", marks=pytest.mark.soak), "qwen3next", "ring_llama"],
+    [
+        pytest.param("llama", marks=pytest.mark.soak),
+        "qwen3next",
+        pytest.param("ring_llama", marks=pytest.mark.soak),
+    ],
 )
 def test_the_built_in_connector_and_ours_share_a_pool(name: str, tmp_path: Path) -> None:
     path = conftest.model(name)

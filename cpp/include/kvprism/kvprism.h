@@ -477,6 +477,11 @@ KVPRISM_API kvprism_status kvprism_scheduler_wants_save(kvprism_scheduler* sched
                                                         uint64_t request, int64_t now_ns,
                                                         uint32_t* from, uint32_t* to,
                                                         kvprism_error** error);
+/* Whether wants_save says no to every request now: by mode, purge, back-off or max_held_percent.
+   Who asks only when a request has got further must ask again afterwards. */
+KVPRISM_API kvprism_status kvprism_scheduler_saves_paused(const kvprism_scheduler* scheduler,
+                                                          int64_t now_ns, bool* paused,
+                                                          kvprism_error** error);
 KVPRISM_API kvprism_status kvprism_scheduler_save(kvprism_scheduler* scheduler, uint64_t request,
                                                   uint32_t from, uint32_t to,
                                                   const kvprism_blocks* rows, size_t num_rows,

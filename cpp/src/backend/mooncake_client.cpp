@@ -552,12 +552,12 @@ class MooncakeClient final : public BlockingClient {
 std::atomic<pid_t> first_user = 0;
 
 void check_not_forked() {
-  pid_t none = 0;
+  const pid_t user = first_user;
   const pid_t here = ::getpid();
-  if (first_user.compare_exchange_strong(none, here) || none == here) return;
+  if (user == 0 || user == here) return;
   fail(ErrorCode::kUnsupported, kSubject,
        {"process", std::to_string(here),
-        "one that was not forked after Mooncake was used (by process " + std::to_string(none) + ")",
+        "one that was not forked after Mooncake was used (by process " + std::to_string(user) + ")",
         "start it with spawn, or fork before the first store is opened"});
 }
 
@@ -593,6 +593,7 @@ bool accepted_by_probe(const std::string& path, const HostPort& master) {
 
 std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
                                             const std::shared_ptr<detail::Knock>& master) {
+  check_not_forked();
   if (options.protocol == "rdma") {
     ProblemList problems;
     problems.append(check_rdma(options, {}, read_rdma_facts(options.rdma_device_folder)));
@@ -618,7 +619,8 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
     };
   }
   const mooncake::Library& library = mooncake::open_library(request);
-  check_not_forked();
+  pid_t none = 0;
+  first_user.compare_exchange_strong(none, ::getpid());
   return detail::make_mooncake_client(library, options, master);
 }
 

@@ -499,6 +499,17 @@ kvprism_status kvprism_scheduler_take_released(kvprism_scheduler* scheduler, kvp
   });
 }
 
+kvprism_status kvprism_scheduler_saves_paused(const kvprism_scheduler* scheduler, int64_t now_ns,
+                                              bool* paused, kvprism_error** error) {
+  return guarded(error, [&] {
+    Arguments arguments("kvprism_scheduler_saves_paused");
+    arguments.need(scheduler, "scheduler");
+    arguments.need(paused, "paused");
+    arguments.check();
+    *paused = scheduler->call([&](auto& s) { return s.saves_paused(Instant{now_ns}); });
+  });
+}
+
 kvprism_status kvprism_scheduler_has_pending_work(const kvprism_scheduler* scheduler, bool* pending,
                                                   kvprism_error** error) {
   return guarded(error, [&] {

@@ -457,7 +457,7 @@ struct StoreScheduler::Impl {
   static bool is_gone(const Load& load, const FailedChunk& chunk);
   void save_anew(Request& request, const Load& load, const JobEvent& end) const;
   // A request that begins again has been looked up: the same for what the store has no longer.
-  void save_anew(RequestId id, Request& request, const detail::Answer& answer) const;
+  void save_anew(RequestId id, Request& request, const detail::Answer& answer);
 };
 
 }  // namespace kvprism

@@ -172,7 +172,7 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
 }
 
 void StoreScheduler::Impl::save_anew(RequestId id, Request& request,
-                                     const detail::Answer& answer) const {
+                                     const detail::Answer& answer) {
   // With drafts a hit ends one unit before what is there, and a retention thins windows out.
   const std::uint32_t found = answer.hit + (has_drafts ? search.grid().alignment : 0);
   const std::uint32_t there = aligned(std::max(found, answer.shared));
@@ -181,8 +181,12 @@ void StoreScheduler::Impl::save_anew(RequestId id, Request& request,
   if (!began || answer.hit >= request.lookup.max || request.accepted > 0 || request.loading) return;
   // What is on its way is not missing.
   for (const auto& [job, save] : saves) {
-    if (save.request == id && save.generation == request.generation) return;
+    const std::uint32_t from = save.range.empty() ? request.planned : save.range.from;
+    if (save.request == id && save.generation == request.generation && there >= from) return;
   }
+  std::uint32_t from = there;
+  do forget_saved(saved_tags(request, from));
+  while ((from += step_tokens) < request.planned);
   request.planned = std::min(request.planned, there);
   request.end_planned = 0;
   std::erase_if(request.handed_off,
@@ -301,7 +305,10 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
       ++counters.bypasses;
     }
   }
-  if (Request* const heir = find(load.request, load.heir)) heir->loading = false;
+  if (Request* const heir = find(load.request, load.heir)) {
+    heir->loading = false;
+    if (load.overtaken && load.local == 0) heir->purged = false;
+  }
   load.reported = true;
   load_ends.push_back(std::move(result));
 }

@@ -190,7 +190,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError: While the memory is registered: nothing is unmapped then.
         """
-        if self._worker is None and self._lent is None:
+        if self._worker is None or self._worker.released:
             return
         problems = Problems()
         problems.add("KV cache", "unmapped", "memory that stays while Mooncake has it registered")

@@ -44,6 +44,8 @@ class StepMetadata(KVConnectorMetadata):
     """Jobs of loads in quarantine: each worker reports them failed."""
     stages: tuple[StageMetadata, ...] = ()
     """Of several pipeline stages, by rank: what each is taken to hold; in the first step."""
+    resets: int = 0
+    """How often vLLM's own cache was emptied by a reset: after a failed step nothing moves before."""
 
 
 @dataclass(slots=True)

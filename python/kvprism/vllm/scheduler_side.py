@@ -117,6 +117,7 @@ class SchedulerSide:
         self._purging = False
         self._cuts_hashes = _cuts_hashes()
         self._cache_misnamed = False
+        self._resets = 0  # that have emptied vLLM's own cache
         self._stages = stages  # of several: told with the next step
         self._heard = stages
         if not stages:
@@ -235,6 +236,7 @@ class SchedulerSide:
             tuple(self._refused),
             tuple(self._abandoned),
             self._stages,
+            self._resets,
         )
         self._stages = ()
         self._step_loads.clear()
@@ -498,6 +500,7 @@ class SchedulerSide:
         # vLLM empties its own cache only if nobody has a block, and such a request fills it again.
         pool = self._pool
         kept = pool is not None and pool.get_num_free_blocks() + 1 != pool.num_gpu_blocks
+        self._resets += not kept
         misnamed = any(tracked.misnamed for tracked in self._requests.values())
         self._cache_misnamed = self._cache_misnamed and (kept or misnamed)
         waiting = set(self._loading.values())

@@ -71,16 +71,21 @@ class WorkerSide:
         self._submitted = True
         self._collected = True  # the step's results were asked for, so it has not failed
         self._handled: BaseException | None = None  # when the step began
+        self._spoiled: int | None = None  # resets before a step failed: vLLM's cache is wrong since
         self._reports: list[bytes] = []
         self._results = Results()
         self._closed = False
         self._unquiet = 0
         self._refused = RateLimited(logger, logging.ERROR)
         self._not_loaded = RateLimited(logger, logging.WARNING)
-        self._not_computed = RateLimited(logger, logging.ERROR)
         self._differences = Differences()
         self._stirred = False
         logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing of Mooncake has the cache's memory any more."""
+        return self._closed and not self._unquiet
 
     def bind(self, metadata: StepMetadata) -> None:
         """Takes a step's metadata; some runners never come to the end of the step before."""
@@ -101,15 +106,23 @@ class WorkerSide:
         return error is not None and error is not self._handled
 
     def _submit(self, *, failed: bool) -> None:
-        """With a failed step's plan no byte is moved: layers that did not run hold other tokens."""
+        """After a failed step no byte is moved: layers that did not run hold other tokens.
+
+        vLLM has its blocks in its cache and its tokens as computed all the same, until a reset.
+        """
         metadata = self._bound
         if metadata is None or self._submitted:
             return
         self._submitted = True
+        if failed and self._spoiled != metadata.resets:
+            self._spoiled = metadata.resets
+            logger.error(
+                "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
+                "or loaded any more before reset_prefix_cache with reset_connector"
+            )
         if metadata.plan:
-            if failed:
-                self._not_computed("kvprism: a step has failed: its blocks are not saved")
-            token = ReadyToken.failed() if failed else self._ready.token()
+            spoiled = self._spoiled == metadata.resets
+            token = ReadyToken.failed() if spoiled else self._ready.token()
             taken = self._worker.submit(metadata.plan, token)
             if taken:
                 self._loads.expect(metadata.plan)
@@ -195,6 +208,7 @@ class WorkerSide:
         self._results.failed |= untold
         self._bound, self._submitted = before._bound, before._submitted
         self._collected, self._handled = before._collected, before._handled
+        self._spoiled = before._spoiled
 
     def close(self) -> int:
         """Waits for what is in flight, within its bound; may be repeated.
