@@ -45,7 +45,7 @@ class StepMetadata(KVConnectorMetadata):
     stages: tuple[StageMetadata, ...] = ()
     """Of several pipeline stages, by rank: what each is taken to hold; in the first step."""
     resets: int = 0
-    """How often vLLM's own cache was emptied by a reset: after a failed step nothing moves before."""
+    """How often a reset has emptied vLLM's own cache: a failed step keeps all back until then."""
 
 
 @dataclass(slots=True)
