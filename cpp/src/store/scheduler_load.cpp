@@ -171,8 +171,7 @@ void StoreScheduler::Impl::save_anew(Request& request, const Load& load,
   }
 }
 
-void StoreScheduler::Impl::save_anew(RequestId id, Request& request,
-                                     const detail::Answer& answer) {
+void StoreScheduler::Impl::save_anew(RequestId id, Request& request, const detail::Answer& answer) {
   // With drafts a hit ends one unit before what is there, and a retention thins windows out.
   const std::uint32_t found = answer.hit + (has_drafts ? search.grid().alignment : 0);
   const std::uint32_t there = aligned(std::max(found, answer.shared));
@@ -285,6 +284,8 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
                   }));
     count_unreached(load, end, now);
   }
+  // Nothing is left of what came before the purge, and nothing was there beside it.
+  const bool anew = load.overtaken && load.local == 0;
   if (Request* const request = find(load.request, load.generation)) {
     request->loading = false;
     request->load_from = load.local;
@@ -298,8 +299,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
       request->end_planned = prompt.proof;
     }
     if (!void_all) save_anew(*request, load, end);
-    // Nothing is left of what came before the purge, and nothing was there beside it.
-    if (load.overtaken && load.local == 0) request->purged = false;
+    if (anew) request->purged = false;
     if (!result.complete && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;
@@ -307,7 +307,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   }
   if (Request* const heir = find(load.request, load.heir)) {
     heir->loading = false;
-    if (load.overtaken && load.local == 0) heir->purged = false;
+    if (anew) heir->purged = false;
   }
   load.reported = true;
   load_ends.push_back(std::move(result));
