@@ -127,7 +127,7 @@ def scratch(kind: str, layer: str, tokens: int, rng: random.Random) -> dict[str,
         return attention(kind, layer, tokens, rng)
     if kind == REPLAYED:
         group = attention("sliding_window_mla", layer, tokens, rng)
-        return group | {"bounded_replay": True}
+        return group | {"bounded_replay": True, "replay_tokens": 0}  # vLLM goes back by itself
     group = {
         "kind": kind,
         "layers": [layer],

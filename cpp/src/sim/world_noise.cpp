@@ -34,7 +34,8 @@ void WorldRun::noise_event() {
       }
       break;
     case 2:
-      if (live_.empty() || life_.engine->step_in_flight()) break;
+      // A purge takes what has tokens for older than itself, also where there are none.
+      if (live_.empty() || life_.engine->step_in_flight() || config_.purges) break;
       trace("accepted tokens shrink");
       count(WorldFault::kShrunk);
       scheduler.advanced(live_[random_.below(live_.size())],
