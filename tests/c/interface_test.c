@@ -386,6 +386,7 @@ static void null_handles(void) {
   REFUSED(kvprism_scheduler_allocated(NULL, 1, 0, &blocks, 1, 0, &number, NULL));
   REFUSED(kvprism_scheduler_advanced(NULL, 1, 0, &hashes, NULL));
   REFUSED(kvprism_scheduler_wants_save(NULL, 1, 0, &small, &small, NULL));
+  REFUSED(kvprism_scheduler_saves_paused(NULL, 0, &flag, NULL));
   REFUSED(kvprism_scheduler_save(NULL, 1, 0, 16, &blocks, 1, 0, NULL));
   REFUSED(kvprism_scheduler_boundary(NULL, 1, 0, 1, 16, NULL));
   REFUSED(kvprism_scheduler_preempted(NULL, 1, NULL));
