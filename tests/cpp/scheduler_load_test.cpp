@@ -182,6 +182,46 @@ TEST_F(SchedulerTest, OfADraftTheObjectBehindTheHitIsAskedForToo) {
       << "block 9 is computed again, for the draft and for the last token";
 }
 
+// Groups of equal specs are searched as one, so what the flag of one asks for is saved and looked
+// up of each. Only where nobody has said whether the engine drops blocks do the flags differ.
+TEST_F(SchedulerTest, OneFlaggedGroupMakesAllOfItsSpecDrafts) {
+  const auto build_twins = [&] {
+    GroupConfig flagged = test::window_group(4, 5, "d");
+    flagged.is_eagle_group = true;
+    build({test::full_group(32), test::window_group(4, 5, "w"), flagged});
+  };
+  build_twins();
+  const Hashes hashes(40, 1);
+  exists(hashes, 160);
+  EXPECT_EQ(settle_lookup(130, hashes, 0).external_tokens, 96u) << "what is behind it is asked for";
+
+  build_twins();
+  store->present.clear();
+  std::vector<std::vector<std::int32_t>> tables(3);
+  for (std::int32_t block = 1; block <= 4; ++block) tables[0].push_back(block);
+  for (std::int32_t block = 1; block <= 32; ++block) {
+    tables[1].push_back(block);
+    tables[2].push_back(block);
+  }
+  const Rows rows(tables);
+  scheduler->advanced(kRequest, 128, hashes.list());
+  scheduler->save(kRequest, {0, 128}, rows.get(), now);
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 1u);
+  std::vector<std::vector<std::uint32_t>> chunks(3);
+  KeySlots keys;
+  for (const Move& move : moves(plan, 0)) {
+    chunks[move.group].push_back(move.chunk);
+    schema->append_key(keys, StoreIndex{move.group}, {}, hashes.list()[move.tokens / 4 - 1]);
+  }
+  EXPECT_THAT(chunks[1], ElementsAre(7, 8, 15, 16, 23, 24, 31));
+  EXPECT_EQ(chunks[2], chunks[1]);
+  for (const std::string& key : keys.strings()) store->present[key] = 1;
+  report(plan.jobs[0].id, JobOutcome::kOk, true);
+  scheduler->finished(kRequest, FinishReason::kCompleted);
+  EXPECT_EQ(settle_lookup(130, hashes, 0).external_tokens, 96u) << "of what has been saved";
+}
+
 TEST_F(SchedulerTest, LoadFetchesWhatIsMissingIntoTheEnginesBlocks) {
   build({test::full_group(16), test::ring_group(8), test::mamba_group(16),
          test::window_group(16, 33)});

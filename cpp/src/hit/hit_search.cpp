@@ -42,6 +42,10 @@ HitSearch::HitSearch(std::vector<HitGroup> groups, const HitGrid& grid)
       same->rule.draft |= group.draft;
     }
   }
+  // What is saved and looked up of a member must be what the search of its family asks for.
+  for (const Family& family : families_) {
+    for (const StoreIndex member : family.members) groups_[raw(member)].draft = family.rule.draft;
+  }
   const auto order = [](const Family& family) {
     return std::pair(family.rule.rule != HitRule::kPrefix, family.members.front());
   };

@@ -379,6 +379,24 @@ void narrow_windows(SeededRandom random, CacheConfig& config) {
   }
 }
 
+// Two groups of one spec, one of which holds a draft's layers, and nobody has said whether the
+// engine drops blocks: what the flag asks for, it asks for of both.
+void flag_a_twin(SeededRandom random, CacheConfig& config) {
+  if (!random.chance(1, 6) || config.parallel.pcp > 1) return;
+  const auto window =
+      std::find_if(config.groups.begin(), config.groups.end(), [](const GroupConfig& group) {
+        return group.members.empty() && group.spec.sliding_window.has_value();
+      });
+  if (window == config.groups.end()) return;
+  GroupConfig twin = *window;
+  for (std::string& layer : twin.layers) layer += "t";
+  const bool first = random.chance(1, 2);
+  window->is_eagle_group = first;
+  twin.is_eagle_group = !first;
+  config.groups.push_back(std::move(twin));
+  config.use_eagle.reset();
+}
+
 // A window keeps as much longer as drafts may be accepted at once.
 void allow_drafts(SeededRandom& random, WorldConfig& config) {
   if (!random.chance(1, 3)) return;
@@ -493,6 +511,7 @@ WorldConfig make_world_config(std::uint64_t seed, std::string_view without) {
   if (ours) add_prefill_ranks(SeededRandom(seed ^ 0x706370ull), config.cache);
   retain_windows(SeededRandom(seed ^ 0x77696e646f77ull), config.cache);
   narrow_windows(SeededRandom(seed ^ 0x6e6172726f77ull), config.cache);
+  if (ours) flag_a_twin(SeededRandom(seed ^ 0x7477696eull), config.cache);
   allow_drafts(random, config);
   config.stages = cut_into_stages(random, config.cache);
   config.clean = random.chance(1, 4);

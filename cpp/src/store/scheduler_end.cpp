@@ -4,17 +4,6 @@
 #include "store/scheduler_impl.h"
 
 namespace kvprism {
-namespace {
-
-// Groups of a family are searched as one: what proves a hit must be there of each.
-HitGroup with_family_drafts(HitGroup group, const std::vector<HitGroup>& groups) {
-  group.draft = std::any_of(groups.begin(), groups.end(), [&](const HitGroup& other) {
-    return other.family == group.family && other.draft;
-  });
-  return group;
-}
-
-}  // namespace
 
 PromptEnd StoreScheduler::Impl::end_due(Request& request, std::uint32_t planned, Instant now) {
   if (!fine) return {};
@@ -42,7 +31,7 @@ void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const Prompt
   bool whole = true;
   for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
     if (save_rules[raw(index)] != SaveRule::kPositional) continue;
-    const HitGroup group = with_family_drafts(groups[raw(index)], groups);
+    const HitGroup& group = groups[raw(index)];
     const GroupId row = projection().group_id(index);
     ChunkRange chunks = end_chunks(group, search.grid(), end);
     // A window's blocks before its reach serve no replay, and may be gone.

@@ -19,6 +19,7 @@ class KVPRISM_API HitSearch {
   HitSearch(std::vector<HitGroup> groups, const HitGrid& grid);
   explicit HitSearch(const Projection& projection);
 
+  // Each a draft where one of its family is.
   const std::vector<HitGroup>& groups() const noexcept { return groups_; }
   const HitGrid& grid() const noexcept { return grid_; }
 
