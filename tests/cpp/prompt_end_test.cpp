@@ -516,6 +516,27 @@ TEST_F(PromptEndTest, ADraftsProofIsLookedForAsFarAsItIsSaved) {
   }
 }
 
+// What a prompt's end is decided by is not asked for again, so it is kept also of a lookup that the
+// store may not answer.
+TEST_F(PromptEndTest, IsSavedOfWhoCameWhileTheStoreWasNotUsed) {
+  for (const bool purged : {true, false}) {
+    build(false);
+    purged ? scheduler->purge(now) : scheduler->set_mode(StoreMode::kOff);
+    EXPECT_FALSE(look_up(30).pending);
+    for (const Duration wait : {seconds(0), seconds(12)}) {
+      now = now + wait;
+      scheduler->end_step(now);
+      if (purged) store->end_removal({ItemStatus::kOk, 1});
+      scheduler->end_step(now);
+    }
+    EXPECT_FALSE(scheduler->purge_status().active());
+    scheduler->set_mode(StoreMode::kReadWrite);
+    const StepPlan& plan = compute(30);
+    ASSERT_THAT(plan.jobs, SizeIs(2)) << "the whole step and the end, purged: " << purged;
+    EXPECT_THAT(moves(plan, 1), ElementsAre(Move{0, 2, 13, 24, 0}, Move{0, 3, 14, 28, 4}));
+  }
+}
+
 // A window of 5 tokens in blocks of 4: a hit needs one block, and 28 tokens have 7.
 TEST_F(PromptEndTest, OfAWindowOnlyItsReachIsSavedAndTheSaveIsKnownAsWhole) {
   CacheConfig config;

@@ -133,8 +133,9 @@ LookupResult StoreScheduler::lookup(RequestId id, std::uint32_t prompt_tokens,
                               w.put(local_tokens);
                               w.hashes(hashes);
                             });
-  // Its end is saved also where nothing is loaded.
-  if ((s.fine || s.projection().retention_interval()) && s.may_save())
+  // Its end is saved also where nothing is loaded, and perhaps when a purge is over or the mode is
+  // another one: nobody asks again.
+  if ((s.fine || s.projection().retention_interval()) && s.options.saves)
     s.remember(id).prompt_tokens = prompt_tokens;
   if (!s.may_load()) return {};
   if (local_tokens % s.step_tokens != 0) {
