@@ -220,6 +220,9 @@ TEST_F(SchedulerTest, WhatARankTakesWithItIsSavedAndOfferedAgain) {
     scheduler->boundary(saving, GroupId{2}, BlockId{11}, 32);
     EXPECT_EQ(scheduler->end_step(now).jobs.size(), 1u) << "the state as well";
     EXPECT_EQ(look_up(RequestId{104}), 64u);
+    scheduler->preempted(RequestId{101});
+    EXPECT_EQ(look_up(RequestId{101}), 64u) << "to the request itself as well";
+    EXPECT_EQ(scheduler->counters().bypasses, 0u);
     EXPECT_EQ(scheduler->counters().offers_paused, 0u);
     EXPECT_EQ(scheduler->counters().chunks_avoided, 0u);
     EXPECT_EQ(scheduler->health().state, HealthState::kHealthy);

@@ -329,7 +329,8 @@ void JobJudge::load_ended(const LoadEnd& end) {
       job != jobs_.end() && job->second.generation == generations_[raw(end.request)];
   // What is told of a load that was given up is true, and not owed.
   if (job != jobs_.end()) owe_gone(job->second, present && end.blocks_quiet);
-  if (!end.complete && present) failed_loads_.insert(raw(end.request));
+  if (!end.complete && present && !cut_loads_.contains(raw(end.job)))
+    failed_loads_.insert(raw(end.request));
   if (!end.complete && clean_ && !excused_loads_.contains(raw(end.job))) {
     fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
   }

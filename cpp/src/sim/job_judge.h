@@ -215,6 +215,7 @@ class JobJudge final : public EngineObserver {
   std::unordered_set<std::uint64_t> excused_loads_;    // the same, or by the end of a rank
   std::unordered_set<std::uint64_t> sound_;            // requests
   std::vector<std::uint64_t> cut_saves_;               // by the end of a rank
+  std::unordered_set<std::uint64_t> cut_loads_;        // which says nothing of the store
   std::uint64_t num_loads_ = 0;
   std::unordered_map<std::uint64_t, std::vector<Hole>> holes_;  // by request
   std::unordered_set<std::string> stored_;  // contents that every rank has said to have stored

@@ -114,7 +114,9 @@ void JobJudge::rank_gone(std::uint32_t rank, Instant now) {
     JobReport& entry = gone.jobs.emplace_back();
     entry.job = JobId{id};
     entry.quiet = 1;
-    if (!job.outcome_delivered[rank]) entry.outcome = JobOutcome::kFailed;
+    if (job.outcome_delivered[rank]) continue;
+    entry.outcome = JobOutcome::kFailed;
+    if (job.kind == JobKind::kLoad) cut_loads_.insert(id);
   }
   delivered(gone, now);
 }

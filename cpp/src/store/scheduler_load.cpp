@@ -300,7 +300,10 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     }
     if (!void_all) save_anew(*request, load, end);
     if (anew) request->purged = false;
-    if (!result.complete && !request->bypass) {
+    // What went with its rank is in the store as before. A load that no rank has got, because its
+    // tables were too short, is gone as well, and would be tried again at each step.
+    const bool lost = end.gone && !load.runs.empty();
+    if (!result.complete && !lost && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;
     }

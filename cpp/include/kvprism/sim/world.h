@@ -146,7 +146,7 @@ struct WorldResult {
 //   stage         nobody asks for an object that no stage stores
 //   hit           what a lookup offers was stored, is a multiple of A, leaves enough to
 //                 compute; what a load names was stored
-//   bypass        after a failed load a request is offered nothing more
+//   bypass        after a failed load a request is offered nothing more, but where a rank has ended
 //   outcome       a worker tells at most one outcome of a job, and failed and quiet of one whose
 //                 plan it never got
 //   quiet         and one quiet, not before the outcome; a load ends only when it is quiet, and
