@@ -694,6 +694,31 @@ TEST_F(SchedulerTest, ForeignAndMalformedReportsAreCounted) {
   EXPECT_EQ(scheduler->counters().reports_malformed, 2u);
 }
 
+// A status has 8 bits, on the wire 32: cut, this one would be a damaged object, which is removed.
+TEST_F(SchedulerTest, AReportOfAStatusThatThereIsNotFailsItsJobAsAWhole) {
+  const auto cut = static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch) | 0x100;
+  const auto beyond = static_cast<std::uint32_t>(ItemStatus::kInUse) + 1;
+  for (const std::uint32_t status : {cut, beyond, 0u}) {
+    build({test::full_group(16)});
+    const Hashes hashes(4, 1);
+    exists(hashes, 48);
+    ASSERT_EQ(settle_lookup(49, hashes, 0).external_tokens, 48u);
+    const Rows rows({{1, 2, 3}});
+    const JobId job = *scheduler->allocated(kRequest, 48, rows.get(), now);
+    scheduler->end_step(now);
+    report(job, JobOutcome::kPartial, true, {{StoreIndex{0}, 0, status}});
+    EXPECT_EQ(scheduler->counters().reports_malformed, 1u) << status;
+    EXPECT_EQ(scheduler->counters().mismatches, 0u) << status;
+    EXPECT_THAT(store->removals, IsEmpty()) << status;
+    const std::vector<LoadEnd> ends = load_ends();
+    ASSERT_EQ(ends.size(), 1u) << status;
+    EXPECT_EQ(ends[0].valid_tokens, 0u) << status;
+    EXPECT_EQ(ends[0].failed.size(), 3u) << status;
+    EXPECT_TRUE(ends[0].blocks_quiet) << status;
+    EXPECT_THAT(released(), ElementsAre(1, 2, 3)) << status;
+  }
+}
+
 TEST_F(SchedulerTest, AReportThatNamesWhatTheJobNeverMovedFailsItAsAWhole) {
   build({test::full_group(16)});
   const Hashes hashes(4, 1);

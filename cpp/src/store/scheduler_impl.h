@@ -418,7 +418,8 @@ struct StoreScheduler::Impl {
   void drop(const detail::Offer& offer);
   Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
                    bool references_held);
-  // Whether a rank may name these chunks: groups that there are, and of a load what it moves.
+  // Whether a rank may name these chunks: groups and statuses that there are, and of a load what it
+  // moves.
   bool could_fail(JobId job, std::span<const FailedChunk> failed) const;
   void settle(Instant now);
   static std::array<Instant, 7> never() {

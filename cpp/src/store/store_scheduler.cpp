@@ -153,6 +153,9 @@ bool StoreScheduler::Impl::could_fail(JobId job, std::span<const FailedChunk> fa
         chunk.chunk >= UINT32_MAX / groups[raw(chunk.group)].chunk_tokens) {
       return false;
     }
+    // Cut to the 8 bits of a status it might be any.
+    if (chunk.status == 0 || chunk.status > static_cast<std::uint32_t>(kLastItemStatus))
+      return false;
     return load == loads.end() || detail::moves(load->second, chunk.group, chunk.chunk);
   });
 }

@@ -37,6 +37,7 @@ enum class ItemStatus : std::uint8_t {
   kCancelled,    // closed before it was done
   kInUse,        // remove: somebody may be reading or writing it; it stays
 };
+constexpr ItemStatus kLastItemStatus = ItemStatus::kInUse;
 
 KVPRISM_API std::string_view to_string(ItemStatus status) noexcept;
 

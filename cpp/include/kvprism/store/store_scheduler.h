@@ -350,8 +350,8 @@ class KVPRISM_API StoreScheduler {
 
   // One or several concatenated worker reports. Never throws. False when some of it could not be
   // taken: bytes that cannot be read, and all behind them (reports_malformed), jobs told of chunks
-  // that they do not move (the same: they count as failed), a report of another epoch
-  // (reports_foreign). The rest has been taken.
+  // that they do not move, or of statuses that there are not (the same: they count as failed), a
+  // report of another epoch (reports_foreign). The rest has been taken.
   bool report(std::span<const std::byte> bytes, Instant now);
   bool report(const WorkerReport& report, Instant now);
 

@@ -22,7 +22,8 @@ enum class JobOutcome : std::uint32_t {
 
 KVPRISM_API std::string_view to_string(JobOutcome outcome) noexcept;
 
-// A chunk of a job that did not arrive or was not stored; `status` is an ItemStatus.
+// A chunk of a job that did not arrive or was not stored; `status` is an ItemStatus
+// other than kOk.
 struct FailedChunk {
   StoreIndex group{};
   std::uint32_t chunk = 0;
