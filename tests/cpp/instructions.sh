@@ -22,4 +22,5 @@ check() {  # FUNCTION CEILING WHAT
 
 check make_keys 180 "one key"
 check search_hit 30 "one chunk of a hit search over two groups"
+check retire_jobs 1000 "one of many jobs that end together"
 exit "$failed"

@@ -100,6 +100,38 @@ TEST_F(WorkerTest, AJobThatIsNotKnownIsToldAsFailedAndQuiet) {
   EXPECT_TRUE(store->gets.empty()) << "nothing is moved again";
 }
 
+// Whatever ends, in whatever order: of what moves nothing is told. Ids need not rise from plan to
+// plan.
+TEST_F(WorkerTest, OfJobsThatEndTogetherTheOthersAreStillKnown) {
+  const std::vector<std::uint64_t> ids{4, 9, 7};
+  for (std::size_t moving = 0; moving < ids.size(); ++moving) {
+    build();
+    for (const std::uint64_t id : ids) {
+      ASSERT_TRUE(
+          worker->submit(simple(JobKind::kLoad, 1, id).view(), ReadyToken::host()).accepted);
+    }
+    worker->pump(now);
+    ASSERT_EQ(store->gets.size(), 3u);
+    std::swap(store->gets[moving], store->gets.back());
+    store->end_get();
+    store->end_get();
+    worker->pump(now);
+    EXPECT_EQ(report().jobs.size(), 2u);
+    EXPECT_EQ(worker->counters().jobs_alive, 1u);
+    StepPlan question = plan_of({}, {}, {});
+    question.asked = {JobId{4}, JobId{7}, JobId{9}};
+    EXPECT_TRUE(worker->submit(question.view(), ReadyToken::host()).accepted);
+    std::vector<std::uint64_t> over;
+    for (const JobReport& job : report().jobs) over.push_back(raw(job.job));
+    EXPECT_THAT(over, ::testing::SizeIs(2));
+    EXPECT_THAT(over, ::testing::Not(::testing::Contains(ids[moving])));
+    store->end_get();
+    worker->pump(now);
+    EXPECT_EQ(report().jobs.size(), 1u);
+    EXPECT_EQ(worker->counters().jobs_alive, 0u);
+  }
+}
+
 // No other worker can have had its first plan, so that one may be lost as well.
 TEST_F(WorkerTest, TheOnlyWorkerAnswersForItsFirstPlan) {
   build({.only = true});

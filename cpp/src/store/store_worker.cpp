@@ -51,7 +51,7 @@ void StoreWorker::Impl::answer(const StepPlanView& plan) {
   std::uint64_t unknown = 0;
   for (const JobId id : plan.asked) {
     if (!options.only && (first_job == 0 || raw(id) < first_job)) continue;
-    if (std::find(alive.begin(), alive.end(), raw(id)) != alive.end()) continue;
+    if (std::binary_search(alive.begin(), alive.end(), raw(id))) continue;
     JobReport entry;
     entry.job = id;
     entry.outcome = JobOutcome::kFailed;
@@ -207,21 +207,35 @@ bool StoreWorker::Impl::expire(Instant now) {
 // Forgets jobs that have told both ends.
 bool StoreWorker::Impl::retire() {
   const auto done = [](const std::unique_ptr<Job>& job) { return job->told_quiet; };
-  if (std::none_of(jobs.begin(), jobs.end(), done)) return false;
+  const auto ended = static_cast<std::size_t>(std::count_if(jobs.begin(), jobs.end(), done));
+  if (ended == 0) return false;
+  if (ended > retired.capacity()) retired.reserve(2 * ended);
+  // From here on nothing fails.
   const auto gone = [](const Job* job) { return job->told; };
   loads.erase(std::remove_if(loads.begin(), loads.end(), gone), loads.end());
   saves.erase(std::remove_if(saves.begin(), saves.end(), gone), saves.end());
-  const std::lock_guard lock(submit_mutex);
-  std::uint64_t forgotten = 0;
   for (auto& job : jobs) {
     if (!done(job)) continue;
-    std::erase(alive, raw(job->id));
     job->ready = ReadyToken::host();  // a device's event must not outlive its use
-    idle_jobs.give(std::move(job));
-    ++forgotten;
+    retired.push_back(std::move(job));
   }
   jobs.erase(std::remove(jobs.begin(), jobs.end(), nullptr), jobs.end());
-  count([&](StoreWorkerCounters& c) { c.jobs_alive -= forgotten; });
+  const auto rises = [](const auto& a, const auto& b) { return raw(a->id) < raw(b->id); };
+  if (!std::is_sorted(retired.begin(), retired.end(), rises))
+    std::sort(retired.begin(), retired.end(), rises);
+  {
+    // A step waits for this: one pass, however many have ended.
+    const std::lock_guard lock(submit_mutex);
+    auto next = retired.begin();
+    std::erase_if(alive, [&](std::uint64_t id) {
+      while (next != retired.end() && raw((*next)->id) < id) ++next;
+      return next != retired.end() && raw((*next)->id) == id;
+    });
+    for (auto job = retired.begin(); job != retired.end() && !idle_jobs.full(); ++job)
+      idle_jobs.give(std::move(*job));
+  }
+  count([&](StoreWorkerCounters& c) { c.jobs_alive -= ended; });
+  retired.clear();
   return true;
 }
 
@@ -403,7 +417,7 @@ void StoreWorker::Impl::take(const StepPlanView& plan, const ReadyToken& ready) 
   // From here on nothing fails. Whoever forgets a job waits for submit_mutex.
   for (const JobRecord& record : plan.jobs) {
     last_job = std::max(last_job, raw(record.id));
-    alive.push_back(raw(record.id));
+    alive.insert(std::upper_bound(alive.begin(), alive.end(), raw(record.id)), raw(record.id));
   }
   count([&](StoreWorkerCounters& c) {
     ++c.plans;

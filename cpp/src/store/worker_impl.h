@@ -74,7 +74,7 @@ struct StoreWorker::Impl {
   std::uint64_t last_step = 0;    // of that epoch
   std::uint64_t first_job = 0;    // of a plan, 0: none yet; an earlier worker may have had others
   std::uint64_t last_job = 0;     // highest id taken; ids rise within an epoch
-  std::vector<std::uint64_t> alive;                      // ids taken that are not over
+  std::vector<std::uint64_t> alive;                      // ids taken that are not over, sorted
   std::vector<std::pair<std::uint64_t, JobId>> refused;  // the last that refuse() told: epoch, id
   bool closed = false;
   detail::Pool<Job> idle_jobs;
@@ -88,6 +88,7 @@ struct StoreWorker::Impl {
   // Of the thread that pumps.
   std::unique_ptr<Job> arriving;  // out of the inbox, not in `jobs` yet
   std::vector<std::unique_ptr<Job>> jobs;
+  std::vector<std::unique_ptr<Job>> retired;  // in retire() only
   std::deque<Job*> loads;
   std::deque<Job*> saves;
   std::unordered_map<std::uint64_t, std::unique_ptr<Call>> calls;

@@ -100,8 +100,9 @@ class Pool {
   }
   // Beyond some, what a burst has grown goes back to the system.
   void give(std::unique_ptr<T> item) noexcept {
-    if (idle_.size() < kMost) idle_.push_back(std::move(item));
+    if (!full()) idle_.push_back(std::move(item));
   }
+  bool full() const noexcept { return idle_.size() >= kMost; }
 
  private:
   static constexpr std::size_t kMost = 256;
