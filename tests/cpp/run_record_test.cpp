@@ -89,14 +89,18 @@ void run(const RunSink& sink) {
   scheduler.end_step(now);
 }
 
+RunSink into(Bytes& bytes) {
+  return {[](void* to, std::span<const std::byte> more) {
+            auto& all = *static_cast<Bytes*>(to);
+            all.insert(all.end(), more.begin(), more.end());
+            return true;
+          },
+          &bytes};
+}
+
 Bytes recorded() {
   Bytes bytes;
-  run({[](void* to, std::span<const std::byte> more) {
-         auto& all = *static_cast<Bytes*>(to);
-         all.insert(all.end(), more.begin(), more.end());
-         return true;
-       },
-       &bytes});
+  run(into(bytes));
   return bytes;
 }
 
@@ -120,6 +124,72 @@ TEST(RunRecord, ARepetitionDecidesTheSame) {
   EXPECT_FALSE(result.ended) << "only a file tells its end";
   EXPECT_THAT(result.recorded_by, HasSubstr(std::string("kvprism ") + kVersionString + ", "));
   EXPECT_EQ(result.recorded_by, result.repeated_by);
+}
+
+// What an engine puts together by hand may be what no decoder would take.
+TEST(RunRecord, AReportThatNoDecoderTakesIsRepeatedAsItWasTaken) {
+  struct Case {
+    JobReport told;
+    std::uint64_t malformed;
+    std::uint32_t valid_tokens;
+  };
+  const JobOutcome none_such{9};
+  const Case cases[] = {{{.outcome = JobOutcome::kPartial, .quiet = 1, .num_failed = 5}, 1, 0},
+                        {{.outcome = JobOutcome::kOk, .quiet = 7}, 0, 64},
+                        {{.outcome = none_such, .quiet = 1}, 1, 0}};
+  for (const Case& one : cases) {
+    Bytes bytes;
+    const auto store = std::make_shared<ScriptedStore>();
+    StoreSchedulerOptions options;
+    options.epoch = 77;
+    options.record = into(bytes);
+    StoreScheduler scheduler(test::make_schema(test::make_projection({test::full_group(16)})),
+                             store, options);
+    const Hashes hashes(8, 1);
+    const Rows rows({{1, 2, 3, 4}});
+    const Instant now{seconds(1).ns};
+    ASSERT_TRUE(scheduler.lookup(RequestId{5}, 65, hashes.list(), 0, now).pending);
+    scheduler.end_step(now);
+    store->end_lookup(std::vector<ItemStatus>(4, ItemStatus::kOk));
+    ASSERT_EQ(scheduler.lookup(RequestId{5}, 65, hashes.list(), 0, now).external_tokens, 64u);
+    const auto job = scheduler.allocated(RequestId{5}, 64, rows.get(), now);
+    ASSERT_TRUE(job);
+    scheduler.end_step(now);
+    WorkerReport report;
+    report.epoch = 77;
+    report.jobs = {one.told};
+    report.jobs[0].job = *job;
+    EXPECT_EQ(scheduler.report(report, now), one.malformed == 0);
+    EXPECT_EQ(scheduler.counters().reports_malformed, one.malformed);
+    std::vector<LoadEnd> ends;
+    scheduler.take_load_ends(ends);
+    ASSERT_EQ(ends.size(), 1u);
+    EXPECT_EQ(ends[0].valid_tokens, one.valid_tokens);
+    std::vector<BlockId> ids;
+    scheduler.take_released(ids);
+    EXPECT_EQ(ids.size(), 4u) << "that it is quiet counts";
+    scheduler.end_step(now);
+    const ReplayRunResult result = replay_run(bytes);
+    EXPECT_TRUE(result.same) << result.difference;
+    EXPECT_EQ(result.steps, 3u);
+  }
+}
+
+TEST(RunRecord, AStateOfAGroupThatThereIsNotIsRepeatedAsItWasTaken) {
+  Bytes bytes;
+  StoreSchedulerOptions options;
+  options.epoch = 77;
+  options.record = into(bytes);
+  StoreScheduler scheduler(test::make_schema(test::make_projection({test::mamba_group(16)})),
+                           std::make_shared<ScriptedStore>(), options);
+  const Hashes hashes(8, 1);
+  scheduler.advanced(RequestId{5}, 32, hashes.list());
+  scheduler.boundary(RequestId{5}, GroupId{99}, BlockId{3}, 32);
+  scheduler.boundary(RequestId{5}, GroupId{0}, BlockId{3}, 32);
+  EXPECT_EQ(scheduler.end_step(Instant{seconds(1).ns}).jobs.size(), 1u);
+  const ReplayRunResult result = replay_run(bytes);
+  EXPECT_TRUE(result.same) << result.difference;
+  EXPECT_EQ(result.plans, 1u);
 }
 
 TEST(RunRecord, TheSameRunGivesTheSameBytes) { EXPECT_EQ(recorded(), recorded()); }

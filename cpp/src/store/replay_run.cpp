@@ -281,10 +281,6 @@ struct Replay {
         const GroupId group{reader.take<std::uint32_t>()};
         const BlockId block{reader.take<std::int32_t>()};
         const auto tokens = reader.take<std::uint32_t>();
-        if (raw(group) >= s.projection().num_groups()) {
-          refuse("group", std::to_string(raw(group)),
-                 fmt::format("below {}", s.projection().num_groups()));
-        }
         s.boundary(id, group, block, tokens);
         return {};
       }

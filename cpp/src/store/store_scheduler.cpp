@@ -64,6 +64,27 @@ StoreSchedulerOptions checked_options(const KeySchema* schema, StoreSchedulerOpt
   return options;
 }
 
+// Whether a decoder takes it; of a report that was put together by hand it may not.
+bool decodable(const WorkerReport& report, const JobReport& job) {
+  return std::uint64_t{job.first_failed} + job.num_failed <= report.failed.size() &&
+         job.outcome <= JobOutcome::kExpired && job.quiet <= 1;
+}
+
+// The same in a form that a recording can hold: what names no chunks or no outcome names a chunk of
+// no group, and so fails as a whole.
+WorkerReport as_decodable(const WorkerReport& report) {
+  WorkerReport taken = report;
+  taken.failed.push_back({StoreIndex{UINT32_MAX}, 0, 0});
+  for (JobReport& job : taken.jobs) {
+    job.quiet = job.quiet != 0 ? 1 : 0;
+    if (decodable(report, job)) continue;
+    job.outcome = JobOutcome::kFailed;
+    job.first_failed = static_cast<std::uint32_t>(report.failed.size());
+    job.num_failed = 1;
+  }
+  return taken;
+}
+
 }  // namespace
 
 bool StoreScheduler::Impl::take_hashes(Request& request, const HashList& hashes) {
@@ -351,10 +372,15 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
 }
 
 bool StoreScheduler::report(const WorkerReport& report, Instant now) {
+  if (!std::all_of(report.jobs.begin(), report.jobs.end(),
+                   [&](const JobReport& job) { return decodable(report, job); })) {
+    return StoreScheduler::report(as_decodable(report), now);
+  }
   Impl& s = *impl_;
-  if (s.recorder) encode(report, s.recorded);
-  detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now,
-                            [&](RunWriter w) { w.append(s.recorded.data(), s.recorded.size()); });
+  detail::RecordedCall call(impl_->recorder.get(), RunCall::kReport, now, [&](RunWriter w) {
+    encode(report, s.recorded);
+    w.append(s.recorded.data(), s.recorded.size());
+  });
   if (report.epoch != s.options.epoch) {
     ++s.counters.reports_foreign;
     return false;
@@ -366,10 +392,8 @@ bool StoreScheduler::report(const WorkerReport& report, Instant now) {
   }
   bool all = true;
   for (const JobReport& job : report.jobs) {
-    // A decoder has checked it; a report that was put together by hand may name any.
-    const bool listed = std::uint64_t{job.first_failed} + job.num_failed <= report.failed.size();
-    const auto failed = listed ? report.failed_of(job) : std::span<const FailedChunk>();
-    if (listed && s.could_fail(job.job, failed)) {
+    const auto failed = report.failed_of(job);
+    if (s.could_fail(job.job, failed)) {
       const auto load = s.loads.find(raw(job.job));
       if (load != s.loads.end()) s.note_mismatches(load->second, report.rank, failed);
       s.ledger.notice(report.rank, job, failed, now);
