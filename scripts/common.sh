@@ -1,8 +1,10 @@
 # Sourced by the other scripts: paths, messages, the check for system packages, lists of files.
+unset CDPATH # with it `cd` may go elsewhere, and says where
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 BUILD="$ROOT/build/release"
 JOBS="$(nproc 2>/dev/null || echo 2)"
+APT_WAIT_SECONDS=600
 export ROOT VENV BUILD JOBS
 # What one build tree has compiled, ccache knows in the others, also of a wheel.
 export CCACHE_BASEDIR="$ROOT" CCACHE_NOHASHDIR=1
@@ -55,14 +57,31 @@ need_packages() {
   fi
   say "Installing system packages: ${missing[*]}"
   log="$(mktemp)"
-  if ! { apt-get update -qq &&
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-      "${missing[@]}"; } >"$log" 2>&1 </dev/null; then
+  if ! install_packages "${missing[@]}" >"$log" 2>&1 </dev/null; then
     tail -n 20 "$log" >&2
     rm -f "$log"
     die "could not install: ${missing[*]}"
   fi
   rm -f "$log"
+}
+
+# Others use apt too: a second `make`, or what a fresh machine does by itself in its first minutes.
+install_packages() {
+  update_package_lists && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+    --no-install-recommends -o "DPkg::Lock::Timeout=$APT_WAIT_SECONDS" "$@"
+}
+
+# The lock of the lists is not waited for by apt-get itself.
+update_package_lists() {
+  local text
+  local end=$((SECONDS + APT_WAIT_SECONDS))
+  until text="$(apt-get update -qq 2>&1)"; do
+    if [[ "$text" != *"Could not get lock"* ]] || [ "$SECONDS" -ge "$end" ]; then
+      printf '%s\n' "$text"
+      return 1
+    fi
+    sleep 2
+  done
 }
 
 # tracked GLOB...: names of the project's files that match, each ended by a NUL. Works without git.

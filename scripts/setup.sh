@@ -72,6 +72,7 @@ if [ "$(cat "$tools_stamp" 2>/dev/null)" != "$inputs" ]; then
     printf '%s\n' "$identity" >"$VENV/.kvprism-python"
   fi
   say "Installing Python packages"
+  rm -f "$tools_stamp" # until it has worked
   pip install -q "${requirements[@]/#/-r}" 2> >(grep -v '^WARNING: Location' >&2)
   printf '%s\n' "$inputs" >"$tools_stamp"
 fi
@@ -83,6 +84,7 @@ if [ "$(cat "$build_stamp" 2>/dev/null)" = "$build_inputs" ] && [ -f "$BUILD/bui
 fi
 
 say "Building kvprism in build/release"
+rm -f "$build_stamp" # until it has worked
 # The build asks installed packages for CMake files; an older kvprism could not even be imported
 # beside newer sources.
 pip uninstall -q -y kvprism 2>/dev/null || true
