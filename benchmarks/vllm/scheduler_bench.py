@@ -231,7 +231,7 @@ class KVPrism:
         import numpy as np
         from kvprism.vllm.metadata import ReportMetadata
 
-        described = scheduler.connector._described
+        described = scheduler.connector._describe()
         store = kvprism.memory_store(kvprism.MemoryPool())
         self._memory = np.zeros(config.kv_cache_tensors[0].size, dtype=np.uint8)
         tensor = config.kv_cache_tensors[0]
