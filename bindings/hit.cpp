@@ -6,6 +6,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +18,7 @@
 #include "areas.h"
 #include "converters.h"
 #include "gil_free.h"
+#include "handles.h"
 #include "kvprism/base/error.h"
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/hit/prompt_end.h"
@@ -30,8 +33,10 @@ using namespace nb::literals;
 
 namespace {
 
+constexpr const char* kSearch = "hit search";
+
 [[noreturn]] void refuse(std::string path, std::string value, std::string expected) {
-  fail(ErrorCode::kInvalidArgument, "hit search",
+  fail(ErrorCode::kInvalidArgument, kSearch,
        {std::move(path), std::move(value), std::move(expected), {}});
 }
 
@@ -71,6 +76,8 @@ class Finder {
   std::size_t groups() const noexcept { return search_.groups().size(); }
   std::uint32_t replay_tokens() const noexcept { return replay_; }
   const Presence& presence() const noexcept { return presence_; }
+  // For one search: another one meanwhile would use the same memory.
+  std::atomic<bool>& in_use() noexcept { return *in_use_; }
 
   // One map: a byte per hash, the groups one after another.
   void read(const std::byte* map, std::uint32_t hashes) {
@@ -108,6 +115,7 @@ class Finder {
   HitSearch search_;
   std::uint32_t replay_ = 1;  // tokens that a request computes anew after a hit
   Presence presence_;
+  std::unique_ptr<std::atomic<bool>> in_use_ = std::make_unique<std::atomic<bool>>(false);
 };
 
 // Arguments of a batch: maps of one shape, and a number for each.
@@ -150,6 +158,7 @@ std::vector<std::uint32_t> find_hits(Finder& finder, nb::handle maps, std::uint3
   const auto local = batch.numbers(locals, "locals");
   const auto max = batch.numbers(probed, "probed");
   const auto limit = limits.is_none() ? max : batch.numbers(limits, "limits");
+  const ExclusiveUse exclusive(finder.in_use(), kSearch);
   const GilFree released;
   std::vector<std::uint32_t> hits(batch.size());
   for (std::size_t i = 0; i < hits.size(); ++i) {
@@ -164,6 +173,7 @@ std::vector<std::uint32_t> find_loaded(Finder& finder, nb::handle maps, std::uin
   const Batch batch(finder, maps, hashes);
   const auto local = batch.numbers(locals, "locals");
   const auto hit = batch.numbers(hits, "hits");
+  const ExclusiveUse exclusive(finder.in_use(), kSearch);
   const GilFree released;
   std::vector<std::uint32_t> valid(batch.size());
   for (std::size_t i = 0; i < valid.size(); ++i) {
@@ -178,6 +188,7 @@ std::vector<std::uint32_t> shared_prefixes(Finder& finder, nb::handle maps, std:
   const Batch batch(finder, maps, hashes);
   const auto local = batch.numbers(locals, "locals");
   const auto max = batch.numbers(probed, "probed");
+  const ExclusiveUse exclusive(finder.in_use(), kSearch);
   const GilFree released;
   std::vector<std::uint32_t> shared(batch.size());
   for (std::size_t i = 0; i < shared.size(); ++i) {
@@ -191,6 +202,7 @@ std::vector<std::uint32_t> tails(Finder& finder, nb::handle maps, std::uint32_t 
                                  nb::handle hits) {
   const Batch batch(finder, maps, hashes);
   const auto hit = batch.numbers(hits, "hits");
+  const ExclusiveUse exclusive(finder.in_use(), kSearch);
   const GilFree released;
   std::vector<std::uint32_t> tokens;
   tokens.reserve(batch.size() * finder.groups());
@@ -296,7 +308,9 @@ Raises:
   nb::class_<Finder>(
       module, "HitSearch",
       "The longest usable prefix over several groups, for many existence maps a call. A map has a "
-      "byte for each hash of a group, the groups one after another. One thread at a time.")
+      "byte for each hash of a group, the groups one after another. One call at a time; another "
+      "one "
+      "meanwhile raises ArgumentError.")
       .def(nb::init<const Projection&>(), "projection"_a, R"(Searches over the stored groups.
 
 Args:

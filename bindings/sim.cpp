@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "areas.h"
 #include "ids.h"
@@ -323,15 +324,25 @@ Returns:
     Calls that may still touch the memory.)");
 }
 
-void bind_detector(nb::module_& m) {
-  nb::class_<RingDetector>(m, "SimRingDetector",
-                           R"(Recognises bytes of scratch rings wherever they are.
+struct BoundDetector {
+  explicit BoundDetector(const Projection& projection) : detector(projection) {}
 
-Made from tokens alone: it knows nothing of keys, hashes, blocks or objects.)")
+  RingDetector detector;
+  std::atomic<bool> in_use = false;
+};
+
+constexpr const char* kDetector = "ring detector";
+
+void bind_detector(nb::module_& m) {
+  nb::class_<BoundDetector>(m, "SimRingDetector",
+                            R"(Recognises bytes of scratch rings wherever they are.
+
+Made from tokens alone: it knows nothing of keys, hashes, blocks or objects. One call at a time; another
+one meanwhile raises ArgumentError.)")
       .def(
           "__init__",
-          [](RingDetector* self, const std::shared_ptr<const Projection>& projection) {
-            new (self) RingDetector(*projection);
+          [](BoundDetector* self, const std::shared_ptr<const Projection>& projection) {
+            new (self) BoundDetector(*projection);
           },
           "projection"_a, R"(Knows no tokens yet.
 
@@ -339,26 +350,33 @@ Args:
     projection: Tells which groups are rings.)")
       .def(
           "add",
-          [](RingDetector& d, nb::handle tokens) {
+          [](BoundDetector& d, nb::handle tokens) {
             std::vector<std::uint32_t> list;
             append_tokens(tokens, "tokens", list);
+            const ExclusiveUse exclusive(d.in_use, kDetector);
             const GilFree released;
-            d.add(list);
+            d.detector.add(list);
           },
           "tokens"_a, nb::sig("def add(self, tokens: object) -> None"),
           R"(Learns what rings hold while these tokens are computed.
 
 Args:
     tokens: A prompt with its output.)")
-      .def_prop_ro("patterns", &RingDetector::patterns,
-                   "Beginnings of ring positions that are known.")
+      .def_prop_ro(
+          "patterns",
+          [](BoundDetector& d) {
+            const ExclusiveUse exclusive(d.in_use, kDetector);
+            return d.detector.patterns();
+          },
+          "Beginnings of ring positions that are known.")
       .def(
           "count",
-          [](const RingDetector& d, nb::handle data) {
+          [](BoundDetector& d, nb::handle data) {
             const BufferView view(data, "data");
             if (!view.contiguous()) throw nb::value_error("data must be contiguous");
+            const ExclusiveUse exclusive(d.in_use, kDetector);
             const GilFree released;
-            return d.count({view.data(), view.bytes()});
+            return d.detector.count({view.data(), view.bytes()});
           },
           "data"_a, nb::sig("def count(self, data: object) -> int"), R"(Looks for ring bytes.
 
