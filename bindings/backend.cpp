@@ -8,9 +8,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <limits>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -79,15 +81,17 @@ std::shared_ptr<StoreHandle> memory_store(std::shared_ptr<MemoryPool> pool, doub
   return handle;
 }
 
-// Where this interpreter imports from: an environment that nobody activated is found too.
+// Where this interpreter imports from: a distribution that it finds is found.
 std::vector<std::string> site_packages() {
   std::vector<std::string> folders;
   const nb::object path = nb::module_::import_("sys").attr("path");
   for (const nb::handle entry : path) {
     if (!nb::isinstance<nb::str>(entry)) continue;
     std::string folder = nb::cast<std::string>(entry);
-    const bool packages = folder.ends_with("site-packages") || folder.ends_with("dist-packages");
-    if (packages && std::find(folders.begin(), folders.end(), folder) == folders.end())
+    std::error_code error;
+    // "" is the working directory, where anybody's library may lie.
+    const bool usable = !folder.empty() && std::filesystem::is_directory(folder, error);
+    if (usable && std::find(folders.begin(), folders.end(), folder) == folders.end())
       folders.push_back(folder);
   }
   return folders;

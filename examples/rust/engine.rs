@@ -1,7 +1,7 @@
 // A small engine in Rust over the C interface: saves three blocks of a request, then loads them for
 // another request of the same prefix.
 //
-//   rustc -L LIBRARY_FOLDER examples/rust/engine.rs
+//   rustc --edition 2021 -L LIBRARY_FOLDER -C link-arg=-Wl,-rpath,LIBRARY_FOLDER examples/rust/engine.rs
 use std::ffi::{c_char, c_void, CStr};
 use std::ptr::{null, null_mut};
 

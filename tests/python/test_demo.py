@@ -25,6 +25,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(workload.VARIANTS["window"], "num_blocks", 80)
 
 
+def test_the_working_directory_is_nowhere_imported_from(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)\n")
+    ask = "from kvprism import demo; demo._child('state', '127.0.0.1:1', None)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ask],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    # It has come as far as to look for its master.
+    assert "the engine of variant state ended with 1" in done.stderr
+    assert "127.0.0.1:1" in done.stderr
+
+
 def check(result: dict[str, Any]) -> None:
     assert result["passed"]
     assert result["failures"] == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +17,25 @@ pytestmark = pytest.mark.mooncake
 
 def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def test_a_distribution_that_python_finds_is_found(tmp_path: Path) -> None:
+    """Wherever it was installed, e.g. with `pip install --target`."""
+    information = tmp_path / "mooncake_transfer_engine-0.0.0.dist-info"
+    information.mkdir()
+    (information / "RECORD").write_text("mooncake/store.so,,\n")
+    (tmp_path / "mooncake").mkdir()
+    library = tmp_path / "mooncake" / "store.so"
+    library.write_bytes(b"")
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvprism; print(kvprism.find_mooncake_library())"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == str(library)
 
 
 def test_master_and_storage_come_and_go() -> None:

@@ -100,7 +100,8 @@ std::vector<std::string> default_site_packages() {
       }
     }
   };
-  if (const char* environment = std::getenv("VIRTUAL_ENV")) add_under(environment);
+  const char* environment = std::getenv("VIRTUAL_ENV");
+  if (environment != nullptr && *environment != 0) add_under(environment);
   if (const char* path = std::getenv("PATH")) {
     std::string_view rest = path;
     while (!rest.empty()) {

@@ -103,7 +103,8 @@ std::string home_of_virtual_environment(const fs::path& prefix) {
 
 std::vector<std::string> python_candidates(const OpenRequest& request, const LibraryFile& file) {
   if (!request.python_library.empty()) return {request.python_library};
-  if (const char* environment = std::getenv("KVPRISM_LIBPYTHON")) return {environment};
+  const char* environment = std::getenv("KVPRISM_LIBPYTHON");
+  if (environment != nullptr && *environment != 0) return {environment};
   const std::string version = python_version(file.python_tag);
   if (version.empty()) return {};
   const std::string name = "libpython" + version + ".so.1.0";

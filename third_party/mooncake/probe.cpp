@@ -98,7 +98,8 @@ bool write_verdict(std::string_view sha256, std::string_view line) {
 }
 
 std::string find_probe() {
-  if (const char* path = std::getenv("KVPRISM_MOONCAKE_PROBE")) return path;
+  const char* named = std::getenv("KVPRISM_MOONCAKE_PROBE");
+  if (named != nullptr && *named != 0) return named;
   Dl_info info;
   if (dladdr(reinterpret_cast<const void*>(&find_probe), &info) != 0 && info.dli_fname != nullptr) {
     const fs::path beside = fs::path(info.dli_fname).parent_path() / kProgram;

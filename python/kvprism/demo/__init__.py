@@ -34,7 +34,8 @@ def _child(name: str, master: str, histories: engine.History | None) -> dict[str
     task = {"variant": name, "master": master, "histories": histories}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"{__name__}.engine"],
+            # Without the working directory in its path, where anybody's json.py may lie.
+            [sys.executable, "-P", "-m", f"{__name__}.engine"],
             input=json.dumps(task),
             capture_output=True,
             text=True,
