@@ -21,6 +21,7 @@
 #include "backend/preflight.h"
 #include "backend/region_table.h"
 #include "backend/registration.h"
+#include "backend/retry_pause.h"
 #include "kvprism/backend/mooncake_client.h"
 #include "mooncake/elf.h"
 #include "mooncake/finder.h"
@@ -202,15 +203,30 @@ class LoopbackPort {
     ::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size);
     number_ = ntohs(address.sin_port);
   }
-  ~LoopbackPort() { ::close(socket_); }
+  ~LoopbackPort() {
+    ::close(socket_);
+    for (const int waiting : waiting_) ::close(waiting);
+  }
   LoopbackPort(const LoopbackPort&) = delete;
   LoopbackPort& operator=(const LoopbackPort&) = delete;
 
   void listen() const { ASSERT_EQ(::listen(socket_, 8), 0); }
+  // Accepts nobody, and answers nobody once a few wait.
+  void fall_silent() {
+    ASSERT_EQ(::listen(socket_, 0), 0);
+    sockaddr_in address{};
+    socklen_t size = sizeof(address);
+    ASSERT_EQ(::getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &size), 0);
+    for (int& waiting : waiting_) {
+      waiting = ::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+      ::connect(waiting, reinterpret_cast<sockaddr*>(&address), size);
+    }
+  }
   std::uint16_t number() const { return number_; }
 
  private:
   int socket_;
+  std::array<int, 4> waiting_{-1, -1, -1, -1};
   std::uint16_t number_ = 0;
 };
 
@@ -239,6 +255,60 @@ TEST(Preflight, ConnectsWithinItsLimit) {
   const auto began = std::chrono::steady_clock::now();
   EXPECT_NE(detail::Knock({"no-such-host.invalid", 1}).failure(kvprism::milliseconds(300)), "");
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(10));
+}
+
+TEST(RetryPause, DoublesAndVariesOtherwiseInEveryStore) {
+  const auto pauses = [](std::uint64_t seed) {
+    detail::RetryPause pause(kvprism::milliseconds(100), kvprism::milliseconds(800), seed);
+    std::vector<std::chrono::nanoseconds> all;
+    for (std::uint32_t failures = 0; failures < 8; ++failures) all.push_back(pause.after(failures));
+    return all;
+  };
+  const int around[] = {100, 100, 200, 400, 800, 800, 800, 800};
+  const int here = 0;
+  const int there = 0;
+  const auto first = pauses(detail::seed_for(&here));
+  const auto second = pauses(detail::seed_for(&there));
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    EXPECT_GE(first[i], milliseconds(around[i]) * 7 / 8) << i;
+    EXPECT_LE(first[i], milliseconds(around[i]) * 9 / 8) << i;
+  }
+  EXPECT_NE(first, second);
+}
+
+// As a container's file sets what it has no value for.
+TEST(Finder, AVariableWithoutAValueIsNotSet) {
+  const Folder folder;
+  const fs::path before = fs::current_path();
+  fs::create_directories(folder.path() / "lib" / "python3.11" / "site-packages");
+  fs::current_path(folder.path());
+  ::setenv("VIRTUAL_ENV", "", 1);
+  for (const std::string& found : mooncake::default_site_packages())
+    EXPECT_TRUE(fs::path(found).is_absolute()) << found;
+  ::unsetenv("VIRTUAL_ENV");
+  fs::current_path(before);
+  const std::string probe = mooncake::find_probe();
+  ::setenv("KVPRISM_MOONCAKE_PROBE", "", 1);
+  EXPECT_EQ(mooncake::find_probe(), probe);
+  ::unsetenv("KVPRISM_MOONCAKE_PROBE");
+}
+
+// The address of a master that has moved, perhaps: packets to it are dropped.
+TEST(Preflight, ASilentAddressLeavesTimeForTheNext) {
+  LoopbackPort silent;
+  silent.fall_silent();
+  const LoopbackPort port;
+  port.listen();
+  const auto look_up = [&](const char*, const char* of_master, const addrinfo* hints,
+                           addrinfo** found) {
+    const std::string first = std::to_string(silent.number());
+    const int error = ::getaddrinfo("127.0.0.1", first.c_str(), hints, found);
+    return error != 0 ? error : ::getaddrinfo("127.0.0.1", of_master, hints, &(*found)->ai_next);
+  };
+  EXPECT_EQ(detail::Knock({"127.0.0.1", silent.number()}).failure(kvprism::milliseconds(300)),
+            "no answer in time");
+  EXPECT_EQ(detail::Knock({"master.test", port.number()}, look_up).failure(kvprism::seconds(2)),
+            "");
 }
 
 // A resolver slower than a question must not keep a client away for good, nor cost a thread each.

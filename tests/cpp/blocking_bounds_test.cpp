@@ -221,6 +221,34 @@ TEST(BlockingStore, NobodyWaitsForANewClientsRegistrationWithoutABound) {
   store.add_region(region);
 }
 
+// Whoever tries again may unmap the memory once that succeeds.
+TEST(BlockingStore, ARegionThatCouldNotBeTakenBackIsTakenBackByTheNextAttempt) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_call = [&](int client, Call, const ObjectBatch&, CallEnd& end) {
+    if (client == 1) gate->pass();  // the question to the new client, which has the region
+    end.broken = client == 0;
+    return end.broken;
+  };
+  BlockingStoreOptions options = quick();
+  options.region_timeout = kvprism::milliseconds(50);
+  BlockingStore store(factory_of(script), options);
+  std::array<std::byte, 64> memory{};
+  const Region region{memory.data(), memory.size(), -1};
+  store.add_region(region);
+  Ends ends(store);
+  ASSERT_TRUE(start_exists(store, 1, batch_of({"a"})));
+  ASSERT_TRUE(gate->wait_for_visitor());
+  EXPECT_NE(message_of([&] { store.remove_region(region); }), "");
+  gate->open();
+  ASSERT_TRUE(eventually([&] { return store.counters().usable; }));
+  ASSERT_EQ(script->regions_of(1).size(), 1u);
+  ASSERT_TRUE(eventually([&] { return store.counters().retired_now == 0; }));
+  store.remove_region(region);
+  EXPECT_TRUE(script->regions_of(1).empty());
+  EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+}
+
 // A maker that hangs must not keep the store off, nor whoever changes its memory waiting.
 TEST(BlockingStore, AClientThatIsNeverMadeIsGivenUp) {
   for (const bool registering : {false, true}) {

@@ -69,6 +69,25 @@ TEST(BlockingStoreThreads, AClientWithoutAGraveIsBuriedLater) {
   EXPECT_EQ(ends.status(2), ItemStatus::kMissing);
 }
 
+TEST(BlockingStoreThreads, ARegionThatCouldNotBeTakenBackIsNotForgotten) {
+  const auto script = std::make_shared<Script>();
+  BlockingStore store(factory_of(script), quick());
+  std::array<std::byte, 16> memory{};
+  const Region region{memory.data(), memory.size(), -1};
+  store.add_region(region);
+  threads_to_refuse = 1;
+  try {
+    store.remove_region(region);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnavailable);
+    EXPECT_EQ(error.problems()[0].path, "thread");
+  }
+  EXPECT_EQ(script->regions_of(0).size(), 1u);
+  EXPECT_EQ(store.close_store(seconds(5)).unquiet, 0u);
+  EXPECT_TRUE(script->regions_of(0).empty());
+}
+
 // A worker that cannot have its pump thread leaves no memory behind, registered and unknown.
 TEST(CWorkerThreads, AWorkerWithoutAThreadGivesItsMemoryBack) {
   const std::string config = R"({"num_blocks": 8, "groups": [{"kind": "full_attention",

@@ -275,6 +275,8 @@ TEST_F(FaultTest, HangsPastClose) {
   const CloseReport report = faulty_->close_store(seconds(1));
   EXPECT_EQ(report.unquiet, 1U);
   EXPECT_EQ(report.ops, std::vector<OpId>{OpId{7}});
+  // As of a real store that is closed again: it is still not quiet.
+  EXPECT_EQ(faulty_->close_store(seconds(1)).ops, std::vector<OpId>{OpId{7}});
   const Ends ends = watch(true);
   EXPECT_EQ(ends.statuses, std::vector(kItems, ItemStatus::kCancelled));
   EXPECT_FALSE(ends.quiet);
@@ -424,6 +426,7 @@ TEST_F(FaultTest, WhatIsNotQuietLandsAfterTheClose) {
   ASSERT_TRUE(faulty.start_put(OpId{7}, items, Instant{0}, far_));
   const CloseReport closed = faulty.close_store(seconds(1));
   EXPECT_EQ(closed.ops, std::vector{OpId{7}});
+  EXPECT_EQ(faulty.close_store(seconds(1)).ops, std::vector{OpId{7}});
   Completion done;
   ASSERT_TRUE(faulty.poll_store(Instant{0}, done));
   EXPECT_EQ(done.items[0].status, ItemStatus::kCancelled);
@@ -434,6 +437,7 @@ TEST_F(FaultTest, WhatIsNotQuietLandsAfterTheClose) {
   ASSERT_TRUE(faulty.poll_store(Instant{milliseconds(5).ns}, done));
   EXPECT_TRUE(done.quiet);
   EXPECT_EQ(stored(), kItems);
+  EXPECT_EQ(faulty.close_store(seconds(1)).unquiet, 0U);
 }
 
 TEST_F(FaultTest, RefusedStartsLeaveTheBatch) {

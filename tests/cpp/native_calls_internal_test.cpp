@@ -3,7 +3,9 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,9 +20,22 @@ struct Native {
   static inline int gets = 0;
   static inline int sizes = 0;
   static inline std::deque<std::int64_t> size_answers;
+  static inline bool fills = false;
+
+  // As Mooncake: the buffers of a call's last item with a key are those of all items with it.
+  static std::vector<int> fill(const mooncake::Strings& keys, const mooncake::BufferLists& buffers,
+                               const mooncake::LengthLists& lengths) {
+    std::map<std::string, std::size_t> by_key;
+    for (std::size_t i = 0; i < keys.size(); ++i) by_key[keys[i]] = i;
+    for (const auto& [key, at] : by_key) std::memset(buffers[at][0], 1, lengths[at][0]);
+    std::vector<int> codes;
+    for (const auto& of_item : lengths) codes.push_back(static_cast<int>(of_item[0]));
+    return codes;
+  }
 
   static mooncake::Library library() {
     gets = sizes = 0;
+    fills = false;
     size_answers.clear();
     mooncake::Library library;
     library.tcp_queue = mooncake::kTcpQueue;
@@ -36,9 +51,10 @@ struct Native {
            const std::string&, const std::string&, bool, int) { return 0; };
     library.store.register_buffer = [](mooncake::NativeClient*, void*, std::size_t) { return 0; };
     library.store.batch_get_into_multi_buffers =
-        [](mooncake::NativeClient*, const mooncake::Strings& keys, const mooncake::BufferLists&,
-           const mooncake::LengthLists&, bool) {
+        [](mooncake::NativeClient*, const mooncake::Strings& keys,
+           const mooncake::BufferLists& buffers, const mooncake::LengthLists& lengths, bool) {
           ++gets;
+          if (fills) return fill(keys, buffers, lengths);
           return std::vector<int>(keys.size(), mooncake::kTransferFailed);
         };
     library.store.get_size = [](mooncake::NativeClient*, const std::string&) {
@@ -59,10 +75,11 @@ struct Got {
   std::vector<ItemStatus> statuses;
 };
 
-Got get_all(BlockingClient& client, std::array<std::byte, 64>& memory) {
+Got get_all(BlockingClient& client, std::array<std::byte, 64>& memory,
+            std::size_t different = kItems) {
   ObjectBatch batch;
   for (std::size_t i = 0; i < kItems; ++i) {
-    batch.keys.append() = "key" + std::to_string(i);
+    batch.keys.append() = "key" + std::to_string(i % different);
     batch.segments.push_back({memory.data() + 8 * i, 8});
     batch.ends.push_back(static_cast<std::uint32_t>(i + 1));
   }
@@ -111,6 +128,17 @@ TEST_F(NativeCalls, SizesAreAskedForAsLongAsTheyExplainTheFailure) {
   std::vector<ItemStatus> expected(kItems, ItemStatus::kFailed);
   expected[0] = expected[1] = ItemStatus::kSizeMismatch;
   EXPECT_EQ(got.statuses, expected);
+}
+
+// What is told as loaded must be there, whatever a plan asks for twice.
+TEST_F(NativeCalls, AKeyIsInACallOnce) {
+  Native::fills = true;
+  const Got got = get_all(*client_, memory_, 3);
+  EXPECT_EQ(got.statuses, std::vector<ItemStatus>(kItems, ItemStatus::kOk));
+  std::array<std::byte, 64> all{};
+  all.fill(std::byte{1});
+  EXPECT_EQ(memory_, all);
+  EXPECT_EQ(Native::gets, 3);  // of 3, 3 and 2 items
 }
 
 TEST_F(NativeCalls, ObjectsOfOtherSizesLeaveACallQuiet) {

@@ -286,6 +286,15 @@ TEST_P(StoreConformance, InvalidBesideValid) {
   EXPECT_EQ(foreign, std::vector<std::byte>(64));
 }
 
+TEST_P(StoreConformance, AKeyThatIsAskedForTwiceFillsBothPlaces) {
+  fill(0, 512, 1);
+  put({{key("a"), {{at(0), 512}}}});
+  EXPECT_EQ(get({{key("a"), {{at(4096), 512}}}, {key("a"), {{at(8192), 512}}}}),
+            (S{ItemStatus::kOk, ItemStatus::kOk}));
+  EXPECT_TRUE(holds(4096, 512, 1));
+  EXPECT_TRUE(holds(8192, 512, 1));
+}
+
 TEST_P(StoreConformance, RemovedObjectsAreGoneAndOthersStay) {
   fill(0, 256, 1);
   put({{key("a"), {{at(0), 64}}}, {key("b"), {{at(64), 64}}}, {key("c"), {{at(128), 64}}}});

@@ -30,12 +30,14 @@ MOONCAKE = RELEASE / "cpp/CMakeFiles/kvprism_mooncake.dir"
 TEST_OBJECTS = tuple(
     TESTS / f"{name}.dir/{name}.cpp.o"
     for name in (
+        "backend_internal_test",
         "blocking_bounds_test",
         "blocking_close_test",
         "blocking_replacement_test",
         "blocking_store_test",
         "blocking_threads_test",
         "job_ledger_test",
+        "native_calls_internal_test",
         "pump_thread_test",
         "prompt_end_test",
         "purge_test",

@@ -128,6 +128,27 @@ def test_the_interpreter_ends_with_and_without_close(children: Children) -> None
             process.ends_well(EXIT_SECONDS)
 
 
+@pytest.mark.parametrize("then", ["stays silent", "answers", "is gone"])
+def test_a_process_ends_well_while_the_set_up_it_gave_up_goes_on(
+    children: Children, then: str
+) -> None:
+    """Mooncake's set-up cannot be broken off, and an exit destroys what it uses."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        mooncake.pause_master()
+        processes = [children.start("give_up_and_leave", mooncake) for _ in range(EXITS)]
+        for process in processes:
+            process.says("timed_out")
+        if then == "answers":
+            mooncake.resume_master()
+        elif then == "is gone":
+            mooncake.stop_master()
+        for process in processes:
+            process.go_on()
+            assert process.process.wait(EXIT_SECONDS) == 1, process.errors
+        if then == "stays silent":
+            mooncake.resume_master()
+
+
 def test_signals_are_the_process_own(children: Children) -> None:
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
         assert children.start("signals", mooncake).ends_well() == "right"

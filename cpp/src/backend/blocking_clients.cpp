@@ -42,7 +42,7 @@ void BlockingStore::Core::retire(const std::shared_ptr<Generation>& generation,
     // A client that dies young is replaced more and more slowly.
     const TimePoint now = Clock::now();
     if (now - generation->born >= to_chrono(options.max_retry)) failures = 0;
-    next_attempt = failures == 0 ? now : now + pause();
+    next_attempt = failures == 0 ? now : now + retry_pause.after(failures);
     ++failures;
   }
   for (std::condition_variable& wake : lane_wakes) wake.notify_all();
@@ -106,18 +106,6 @@ void BlockingStore::Core::bury(const std::shared_ptr<Generation>& generation) {
   changed.notify_all();
 }
 
-std::chrono::nanoseconds BlockingStore::Core::pause() noexcept {
-  const unsigned doublings = std::min(failures == 0 ? 0u : failures - 1, 20u);
-  const std::int64_t base = options.first_retry.ns > (options.max_retry.ns >> doublings)
-                                ? options.max_retry.ns
-                                : options.first_retry.ns << doublings;
-  jitter ^= jitter << 13;
-  jitter ^= jitter >> 7;
-  jitter ^= jitter << 17;
-  return std::chrono::nanoseconds(base - base / 8 +
-                                  static_cast<std::int64_t>(jitter % 1024) * (base / 4096));
-}
-
 void BlockingStore::Core::start_maker() {
   attempt = std::make_shared<Attempt>(Attempt{Clock::now()});
   Worker& worker = maker.emplace_back();
@@ -171,7 +159,7 @@ void BlockingStore::Core::note_failure(const std::string& why) {
   ++failures;
   if (away != why) say(LogLevel::kWarning, "no store client, trying on: " + why);
   away = why;
-  next_attempt = Clock::now() + pause();
+  next_attempt = Clock::now() + retry_pause.after(failures);
 }
 
 void BlockingStore::Core::take_over(Attempt& mine, std::shared_ptr<Generation>& generation) {

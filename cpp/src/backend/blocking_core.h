@@ -24,7 +24,9 @@
 #include <vector>
 
 #include "backend/region_table.h"
+#include "backend/retry_pause.h"
 #include "kvprism/backend/blocking_store.h"
+#include "kvprism/base/error.h"
 #include "kvprism/base/log.h"
 #include "run/rate_limit.h"
 
@@ -53,6 +55,12 @@ inline std::chrono::nanoseconds to_chrono(Duration duration) noexcept {
 inline TimePoint after(TimePoint now, Duration duration) noexcept {
   constexpr std::chrono::hours kFar{24 * 365};
   return now + std::min<std::chrono::nanoseconds>(to_chrono(duration), kFar);
+}
+
+inline Error no_thread(const std::exception& why) {
+  return Error(
+      ErrorCode::kUnavailable, std::string(kSubject),
+      {{"thread", why.what(), "one more thread", "the limit of this user, or of this container"}});
 }
 
 constexpr bool answers(ItemStatus status) noexcept {
@@ -121,7 +129,10 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   };
 
   Core(BlockingClientFactory make, BlockingStoreOptions opts)
-      : factory(std::move(make)), options(opts), pid(::getpid()) {
+      : factory(std::move(make)),
+        options(opts),
+        pid(::getpid()),
+        retry_pause(options.first_retry, options.max_retry, detail::seed_for(this)) {
     unburied.reserve(std::min(options.max_retired, 64u) + 1);
   }
 
@@ -167,7 +178,7 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   std::array<RateLimit, detail::kKinds> late_lines{RateLimit{seconds(10)}, RateLimit{seconds(10)},
                                                    RateLimit{seconds(10)}};
   std::array<bool, detail::kKinds> late_told{};
-  std::uint64_t jitter = 0x9E3779B97F4A7C15u;
+  detail::RetryPause retry_pause;
   BlockingStoreCounters counters;
   std::vector<std::pair<LogLevel, std::string>> lines;  // to be logged without the mutex
   bool telling = false;                                 // a helper is at it
@@ -196,9 +207,6 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // Starts the thread that buries it; throws when there can be no more threads.
   void dig(const std::shared_ptr<Generation>& generation);
   void bury(const std::shared_ptr<Generation>& generation);
-  // Doubles with every failure, and varies by a quarter so that many workers do not come back at
-  // once (R51).
-  std::chrono::nanoseconds pause() noexcept;
   void start_maker();
   void make_client(const std::shared_ptr<Attempt>& mine);
   void give_up_maker();
@@ -224,6 +232,8 @@ struct BlockingStore::Core : std::enable_shared_from_this<BlockingStore::Core> {
   // Runs the native call on a thread of its own. Null: it is done.
   std::exception_ptr change_region(Lock& lock, std::shared_ptr<Generation> generation,
                                    const Region& region, bool add, TimePoint end);
+  bool is_unreleased(const Region& region) const;
+  void remember_unreleased(const Region& region);
   // The same with the present client; a region that it may keep is remembered as unreleased.
   std::exception_ptr change_present(Lock& lock, const Region& region, bool add, TimePoint end);
 

@@ -63,9 +63,9 @@ std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
           core->care_wakes.notify_all();
           core->changed.notify_all();
         });
-  } catch (...) {
+  } catch (const std::exception& why) {
     helpers.pop_back();
-    return std::current_exception();
+    return std::make_exception_ptr(no_thread(why));
   }
   ++generation->busy;
   changed.wait_until(lock, end, [&] { return change->done; });
@@ -82,9 +82,17 @@ std::exception_ptr BlockingStore::Core::change_present(Lock& lock, const Region&
   const std::shared_ptr<Generation> client = current;
   unreleased.reserve(unreleased.size() + 1);
   std::exception_ptr error = change_region(lock, client, region, add, end);
-  // Given up in the middle of it: it may have the region for as long as it is there.
-  if (error != nullptr && client != current) unreleased.push_back(region);
+  // Given up in the middle of it, a client may have the region for as long as it is there.
+  if (error != nullptr && (!add || client != current)) remember_unreleased(region);
   return error;
+}
+
+bool BlockingStore::Core::is_unreleased(const Region& region) const {
+  return std::find(unreleased.begin(), unreleased.end(), region) != unreleased.end();
+}
+
+void BlockingStore::Core::remember_unreleased(const Region& region) {
+  if (!is_unreleased(region)) unreleased.push_back(region);
 }
 
 std::uint64_t BlockingStore::Core::release_regions(Lock& lock, TimePoint end) {
@@ -157,14 +165,17 @@ void BlockingStore::remove_region(const Region& region) {
   if (core.in_child()) return;
   const TimePoint end = after(Clock::now(), core.options.region_timeout);
   Lock lock(core.mutex);
-  const bool known = core.regions.erase(region);  // also where the rest takes too long
+  // From here on no client is given it; what an earlier attempt could not take back is tried again.
+  const bool known = core.regions.erase(region) || core.is_unreleased(region);
   if (!core.begin_regions(lock, end)) {
-    if (known) core.unreleased.push_back(region);
+    if (known) core.remember_unreleased(region);
     throw late(region, "an end of another registration, of a new client perhaps,",
                core.options.region_timeout, "the service accepts connections but does not answer");
   }
   std::exception_ptr error;
   if (known && core.current != nullptr) error = core.change_present(lock, region, false, end);
+  // Clients on their way out may have it, too.
+  if (error == nullptr && core.counters.retired_now == 0) std::erase(core.unreleased, region);
   core.end_regions();
   if (error != nullptr) std::rethrow_exception(error);
 }

@@ -243,17 +243,13 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
 
   Core& core = *core_;
   std::exception_ptr error;
-  const auto no_thread = [](const std::exception& why) {
-    fail(ErrorCode::kUnavailable, kSubject,
-         {"thread", why.what(), "one more thread", "the limit of this user, or of this container"});
-  };
   {
     Lock lock(core.mutex);
     try {
       core.start_maker();
     } catch (const std::system_error& why) {
       core.maker.clear();
-      no_thread(why);
+      throw no_thread(why);
     }
     core.changed.wait_until(lock, after(Clock::now(), options.setup_timeout),
                             [&] { return core.current != nullptr || core.maker.front().done; });
@@ -278,7 +274,7 @@ BlockingStore::BlockingStore(BlockingClientFactory factory, BlockingStoreOptions
     core.care = start_thread("kvp-care", [core = core_.get()] { core->watch(); });
   } catch (const std::system_error& why) {
     core.leave(after(Clock::now(), options.close_budget));
-    no_thread(why);
+    throw no_thread(why);
   }
 }
 

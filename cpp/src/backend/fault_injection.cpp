@@ -171,6 +171,7 @@ struct FaultInjector::Impl {
   Side lookups;
   Instant away_until{INT64_MIN};  // no client for puts and gets
   LateRead late_read;
+  std::vector<OpId> never_quiet;  // puts and gets that a close has left behind
   std::uint64_t next_inner = 1;
   std::unordered_map<std::uint64_t, Operations::iterator> by_inner;  // of both sides
 
@@ -497,12 +498,13 @@ struct FaultInjector::Impl {
         for (ItemResult& item : op.items) item = {ItemStatus::kCancelled, 0};
         tell(side, op, !pretends);
       }
-      if (pretends) report_unquiet(op, report);
       if (pretends && plan.lands_after_close && &side == &stores) {
+        report_unquiet(op, report);
         op.phase = Phase::kWaiting;
         ++at;
         continue;
       }
+      if (pretends && &side == &stores) never_quiet.push_back(op.id);
       at = side.operations.erase(at);
     }
   }
@@ -611,13 +613,15 @@ bool FaultInjector::poll_store(Instant now, Completion& out) {
 CloseReport FaultInjector::close_store(Duration budget) {
   CloseReport report;
   if (impl_->plan.lands_after_close) {
-    if (!impl_->stores.closed) impl_->leave_inner(report);
+    impl_->leave_inner(report);
     impl_->stores.closed = true;
     impl_->cancel_waiting(impl_->stores, report);
     return report;
   }
   impl_->stores.closed = true;
   impl_->cancel_waiting(impl_->stores, report);
+  report.ops = impl_->never_quiet;
+  report.unquiet = report.ops.size();
   if (impl_->store) {
     const CloseReport inner = impl_->store->close_store(budget);
     for (const OpId op : inner.ops) {

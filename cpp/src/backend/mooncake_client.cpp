@@ -12,22 +12,26 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <memory_resource>
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <string_view>
 #include <system_error>
+#include <unordered_set>
 
+#include "backend/exit_guard.h"
+#include "backend/limited_log.h"
+#include "backend/mooncake_native.h"
+#include "backend/mooncake_status.h"
+#include "backend/preflight.h"
+#include "backend/region_table.h"
+#include "backend/registration.h"
 #include "kvprism/base/host_port.h"
 #include "kvprism/base/log.h"
-#include "limited_log.h"
 #include "mooncake/elf.h"
 #include "mooncake/library.h"
 #include "mooncake/probe.h"
-#include "mooncake_native.h"
-#include "mooncake_status.h"
-#include "preflight.h"
-#include "region_table.h"
-#include "registration.h"
 
 namespace kvprism {
 namespace {
@@ -84,10 +88,12 @@ class NameNewThreads {
 };
 
 // Calls `native`; an exception of Mooncake's becomes an empty answer, because none may cross into
-// our threads.
+// our threads. Empty, too, once the process exits.
 template <class Native>
 auto guarded(const char* what, Native&& native) noexcept -> decltype(native()) {
   static detail::LimitedLog lines;
+  const detail::NativeCall call;
+  if (!call) return {};
   try {
     return native();
   } catch (const std::exception& error) {
@@ -182,7 +188,11 @@ class MooncakeClient final : public BlockingClient {
           "its log on standard error says more; is the segment size within free memory?"});
   }
 
-  ~MooncakeClient() override { tear_down(); }
+  ~MooncakeClient() override {
+    tear_down();
+    // In a forked child, or while the process exits, its destructor must not run either.
+    if (native_ != nullptr) new std::shared_ptr<mooncake::NativeClient>(std::move(native_));
+  }
 
   StoreCapabilities capabilities() const override {
     const std::string& version = library_.file.version;
@@ -425,7 +435,10 @@ class MooncakeClient final : public BlockingClient {
     return contained("transfer", results, end, [&] {
       thread_local Arguments arguments;
       thread_local std::vector<Segment> cut;
+      thread_local std::pmr::unsynchronized_pool_resource pool;
+      thread_local std::pmr::unordered_set<std::string_view> names(&pool);
       arguments.clear();
+      names.clear();
       std::size_t slices = 0;
       std::uint32_t begin = 0;
       for (std::uint32_t i = 0; i < batch.keys.size(); ++i) {
@@ -440,11 +453,16 @@ class MooncakeClient final : public BlockingClient {
           results[i] = {check(batch.keys[i], segments, bytes, cut), 0};
         }
         if (results[i].status != ItemStatus::kOk) continue;
+        // Mooncake keeps a call's items by key: of two with one key a get would fill only one, and
+        // say that it has filled both.
+        const bool again = !names.insert(batch.keys[i]).second;
         // Borders of registrations may make an item larger than a call: it goes alone.
-        if (slices != 0 && slices + cut.size() > max_slices_) {
+        if (slices != 0 && (again || slices + cut.size() > max_slices_)) {
           call_native(call, arguments, results, end);
           arguments.clear();
           slices = 0;
+          names.clear();
+          names.insert(batch.keys[i]);
         }
         // After a doubtful call nothing more is started on this client.
         if (!end.quiet || end.broken) {
@@ -618,6 +636,8 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
       return accepted_by_probe(file.path, master->address());
     };
   }
+  const detail::NativeCall call;
+  if (!call) fail(ErrorCode::kClosed, kSubject, {"process", "exiting", "a running one", {}});
   const mooncake::Library& library = mooncake::open_library(request);
   pid_t none = 0;
   first_user.compare_exchange_strong(none, ::getpid());
@@ -750,6 +770,7 @@ std::string find_mooncake_library(const MooncakeOptions& options) {
 }
 
 BlockingClientFactory mooncake_client_factory(MooncakeOptions options) {
+  detail::end_native_calls_at_exit();
   return detail::mooncake_client_factory(std::move(options), ::getaddrinfo);
 }
 

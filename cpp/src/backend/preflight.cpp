@@ -1,4 +1,4 @@
-#include "preflight.h"
+#include "backend/preflight.h"
 
 #include <fcntl.h>
 #include <netdb.h>
@@ -19,7 +19,7 @@
 #include <thread>
 #include <utility>
 
-#include "registration.h"
+#include "backend/registration.h"
 
 namespace kvprism::detail {
 namespace {
@@ -112,8 +112,12 @@ std::string Knock::failure(Duration limit) {
   if (list == nullptr) return "the name did not resolve in time";
   if (list->error != 0) return gai_strerror(list->error);
   std::string reason = "the name has no address";
-  for (const addrinfo* at = list->first; at != nullptr; at = at->ai_next) {
-    reason = connect_one(*at, end);
+  int left = 0;
+  for (const addrinfo* at = list->first; at != nullptr; at = at->ai_next) ++left;
+  // Each has its share of the time: one that is silent leaves some for the others.
+  for (const addrinfo* at = list->first; at != nullptr; at = at->ai_next, --left) {
+    const Clock::time_point now = Clock::now();
+    reason = connect_one(*at, now + (end - now) / left);
     if (reason.empty()) break;
   }
   return reason;

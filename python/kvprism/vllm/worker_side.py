@@ -217,8 +217,10 @@ class WorkerSide:
             Calls of Mooncake that may still touch the memory.
         """
         if self._closed:
+            self._unquiet = self._worker.close(0.0)  # what it said may have been lost
             return self._unquiet
         self._closed = True
+        self._unquiet = 1  # as long as nobody has said what is
         end = time.monotonic() + self._shutdown_timeout
         try:
             while self._worker.counters()["jobs_alive"]:

@@ -81,7 +81,10 @@ KVPRISM_API std::string find_mooncake_library(const MooncakeOptions& options);
 // build, another library open already), kUnavailable (master does not accept within
 // `connect_timeout`, or set-up fails). The clients cut calls at max_slices_per_call, refuse items
 // per key, and check every segment against their regions. Threads: the factory may be called from
-// any thread. In a forked child every call of a client ends as kUnavailable.
+// any thread. In a forked child every call of a client ends as kUnavailable. When the main thread
+// has made a factory, an exit of the process waits up to two seconds for calls of Mooncake under
+// way, and with one that has not returned leaves the exit handlers out: they would destroy what it
+// uses.
 KVPRISM_API BlockingClientFactory mooncake_client_factory(MooncakeOptions options);
 
 }  // namespace kvprism
