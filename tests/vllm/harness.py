@@ -126,6 +126,10 @@ class EngineProcess:
             text += part
         return int(text)
 
+    def ended(self) -> bool:
+        """Whether wait() would return at once."""
+        return bool(select.select([self._told], [], [], 0)[0])
+
     def kill(self, number: int) -> None:
         """Sends a signal, which does not matter to one that has ended; before wait() returns."""
         os.kill(self.pid, number)  # its keeper lets nobody else have the number

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import conftest
 import harness
@@ -25,21 +26,34 @@ from test_faults import MANY, SMALL_CALLS
 BOUND = 600.0  # seconds for a server to come up
 
 
+def arguments(model: Path, connector: dict[str, Any] | None, port: int, *more: str) -> list[str]:
+    given = ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
+    given += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+    given += ["--block-size", "32", "--max-model-len", "4096", "--enable-prefix-caching"]
+    given += more
+    if connector is not None:
+        given += ["--kv-transfer-config", json.dumps(connector)]
+    return given
+
+
+def wait_until_up(address: str, ended: Callable[[], bool], log: IO[str]) -> None:
+    end = time.monotonic() + BOUND
+    while not healthy(address):
+        if ended() or time.monotonic() > end:
+            log.seek(0)
+            raise AssertionError(f"the server is not up\n{log.read()[-20000:]}")
+        time.sleep(0.2)
+
+
 @contextmanager
 def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "tiny", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
-    command += ["--block-size", "32", "--max-model-len", "4096", "--enable-prefix-caching"]
-    command += more
-    if connector is not None:
-        command += ["--kv-transfer-config", json.dumps(connector)]
     environment = {**os.environ, **harness.ENVIRONMENT}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command,
+            command + arguments(model, connector, port, *more),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -48,12 +62,7 @@ def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterato
         )
         try:
             address = f"http://127.0.0.1:{port}"
-            end = time.monotonic() + BOUND
-            while not healthy(address):
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise AssertionError(f"the server is not up\n{log.read()[-20000:]}")
-                time.sleep(0.2)
+            wait_until_up(address, lambda: process.poll() is not None, log)
             yield address
         finally:
             process.terminate()
@@ -62,6 +71,31 @@ def server(model: Path, connector: dict[str, Any] | None, *more: str) -> Iterato
             except subprocess.TimeoutExpired as error:
                 process.kill()
                 process.wait()
+                log.seek(0)
+                raise AssertionError(f"it does not end\n{log.read()[-20000:]}") from error
+
+
+@contextmanager
+def copied_server(model: Path, connector: dict[str, Any], *more: str) -> Iterator[str]:
+    """The same without its imports, which are most of its start: a copy, and so is its engine."""
+    port = free_port()
+    with tempfile.TemporaryFile("w+") as order, tempfile.TemporaryFile("w+") as log:
+        json.dump(arguments(model, connector, port, *more), order)
+        order.seek(0)
+        process = harness.EngineProcess(
+            harness.SCRIPT.with_name("server_run.py"),
+            *(order.fileno(), log.fileno(), log.fileno()),
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_until_up(address, process.ended, log)
+            yield address
+        finally:
+            process.kill(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except TimeoutError as error:
                 log.seek(0)
                 raise AssertionError(f"it does not end\n{log.read()[-20000:]}") from error
 
@@ -118,13 +152,13 @@ def test_a_restarted_server_continues_from_the_store() -> None:
         # The name alone: vLLM knows it from our entry point.
         del connector["kv_connector_module_path"]
         asked = harness.prompts()
-        with server(path, connector, "--max-num-seqs", "4") as address:
+        with copied_server(path, connector, "--max-num-seqs", "4") as address:
             cold = [complete(address, prompt) for prompt in asked]
             end = time.monotonic() + 60
             while metrics(address).get("vllm:kvprism_saved_objects_total", 0) < 49:
                 assert time.monotonic() < end, metrics(address)
                 time.sleep(0.1)
-        with server(path, connector, "--max-num-seqs", "4") as address:
+        with copied_server(path, connector, "--max-num-seqs", "4") as address:
             warm = [complete(address, prompt) for prompt in asked]
             counted = metrics(address)
     assert warm == cold
