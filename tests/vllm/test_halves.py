@@ -127,7 +127,7 @@ class Engine:
         ids = ([block.block_id for block in table],)
         self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: ids), external)
 
-    def step(self, **scheduled: int) -> Any:
+    def step(self, *, sibling_loads: bool = False, **scheduled: int) -> Any:
         state = SimpleNamespace(
             get_block_ids=lambda name: ([block.block_id for block in self.tables[name]],),
             boundary_state_offloads={},
@@ -137,6 +137,7 @@ class Engine:
                 num_scheduled_tokens=scheduled,
                 kv_connector_block_state=state,
                 preempted_req_ids=self.preempted,
+                has_sync_kv_loads=sibling_loads,
             )
         )
 
@@ -948,7 +949,7 @@ def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
         reports = worker.take_reports()
         if reports is not None:
             engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=reports))
-            if worker.counters()["jobs_alive"] == 0:
+            if reports.reports and worker.counters()["jobs_alive"] == 0:
                 return all_results
 
 

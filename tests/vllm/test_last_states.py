@@ -66,7 +66,10 @@ class Half:
             get_block_ids=lambda _: ([3], [4], [5]), boundary_state_offloads=offers
         )
         output = SimpleNamespace(
-            num_scheduled_tokens=scheduled, kv_connector_block_state=state, preempted_req_ids=None
+            num_scheduled_tokens=scheduled,
+            kv_connector_block_state=state,
+            preempted_req_ids=None,
+            has_sync_kv_loads=False,
         )
         plan = self.side.end_step(output).plan
         return StepPlan.decode(plan).num_blocks if plan else 0

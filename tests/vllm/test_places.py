@@ -225,7 +225,10 @@ def spoken_by(workers: list[Any]) -> dict[tuple[int, int], Any]:
 
 
 NO_TOKENS = SimpleNamespace(
-    num_scheduled_tokens={}, kv_connector_block_state=None, preempted_req_ids=None
+    num_scheduled_tokens={},
+    kv_connector_block_state=None,
+    preempted_req_ids=None,
+    has_sync_kv_loads=False,
 )
 
 
@@ -439,7 +442,7 @@ def test_a_stage_that_was_not_heard_says_so(
     half = scheduler(whole)
     half.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
     step, later = (half.build_connector_meta(NO_TOKENS) for _ in range(2))
-    assert later == StepMetadata(), "it is told once"
+    assert later == StepMetadata(step=2), "it is told once"
     for rank, config in enumerate(stages):
         worker(config, rank).bind_connector_metadata(step)
     half.shutdown()

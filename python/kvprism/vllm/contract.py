@@ -32,7 +32,7 @@ _USED: Uses = (
     (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        ("num_scheduled_tokens", "kv_connector_block_state"),
+        ("num_scheduled_tokens", "kv_connector_block_state", "has_sync_kv_loads"),
     ),
     (
         "vllm.v1.core.sched.output",
@@ -64,7 +64,7 @@ _USED: Uses = (
         "KVConnectorOutput",
         ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
     ),
-    ("vllm.v1.core.block_pool", "BlockPool", ("blocks", "touch", "free_blocks")),
+    ("vllm.v1.core.block_pool", "BlockPool", ("blocks", "touch", "free_blocks", "evict_blocks")),
     (_BASE, "KVConnectorTransferResults", ("finished_recving", "failed_recving")),
     (
         "vllm.distributed.kv_events",

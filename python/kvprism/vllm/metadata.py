@@ -31,6 +31,27 @@ class StageMetadata(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """What a worker has to tell in place of steps whose metadata it never had."""
+
+    steps: range
+    requests: tuple[str, ...] = ()
+    """That wait for a load of theirs."""
+    abandoned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """A worker's word in the output of a step."""
+
+    step: int
+    untold: tuple[int, ...] = ()
+    """Earlier steps in which it told of loads, and has not heard whether vLLM took their output."""
+    missed: tuple[range, ...] = ()
+    """Steps whose metadata it never had, and has not heard of."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata(KVConnectorMetadata):
     """One engine step, from the scheduler to every worker."""
 
@@ -46,6 +67,14 @@ class StepMetadata(KVConnectorMetadata):
     """Of several pipeline stages, by rank: what each is taken to hold; in the first step."""
     resets: int = 0
     """How often a reset has emptied vLLM's own cache: a failed step keeps all back until then."""
+    step: int = 0
+    """Its number, rising by one; 0: none, and nothing is told of it."""
+    answer: bool = False
+    """Workers tell that the step has ended."""
+    settled: tuple[tuple[int, bool], ...] = ()
+    """Steps, and whether vLLM has taken their output: what was told in others is told again."""
+    missed: tuple[Missed, ...] = ()
+    """For workers that have said that they missed these."""
 
 
 @dataclass(slots=True)
@@ -53,9 +82,11 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     """Reports of one or several workers, one behind the other."""
 
     reports: bytes
+    ends: tuple[StepEnd, ...] = ()
+    """Of the step in whose output this is, one of each worker that has to hear of it."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
         """Concatenates: reports carry their rank and are never summed."""
         if not isinstance(other, ReportMetadata):
             raise TypeError(f"cannot aggregate with {type(other).__name__}")
-        return ReportMetadata(self.reports + other.reports)
+        return ReportMetadata(self.reports + other.reports, self.ends + other.ends)

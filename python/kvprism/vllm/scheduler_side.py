@@ -9,12 +9,14 @@ from typing import Any
 
 from .._core import GroupId, StoreScheduler
 from ..logs import forward_log
+from .arrivals import Arrivals
 from .cache_config import Described
 from .control_file import MODES, ControlFile
 from .events import Announcer
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
+from .sibling_loads import SiblingLoads
 from .stats import Differences, StoreStats
 
 logger = logging.getLogger("vllm.kvprism")
@@ -53,7 +55,7 @@ class _Tracked:
         """The request's first token is computed next, or again."""
         self.accepted = 0
         self.checked_below = self.step  # with fewer tokens there is nothing new to save
-        self.purged = False  # what it has computed is older than a purge
+        self.purged = False  # what it has computed is older than a purge, or may be wrong
         self.loaded = False  # a load was begun for it
 
     def may_save(self) -> bool:
@@ -112,6 +114,10 @@ class SchedulerSide:
         self._step_loads: list[tuple[int, str]] = []
         self._refused: list[str] = []
         self._abandoned: list[int] = []
+        self._step = 0  # the number of the last one
+        self._arrivals = Arrivals()
+        self._siblings = SiblingLoads()
+        self._begun: set[str] = set()  # requests that vLLM has let in since the last step
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
@@ -198,6 +204,8 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """The request has blocks; it waits for a load when there are external tokens."""
         number = self._number(request)
+        if self._saves:
+            self._begun.add(request.request_id)
         if external_tokens == 0:
             self._core.allocated(number, 0, ())
             return
@@ -219,7 +227,9 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._begin_again(tracked)
+        self._step += 1
         state = output.kv_connector_block_state
+        self._hold_back(output, state)
         if state is not None and self._may_save():
             self._save_positional(output.num_scheduled_tokens, state)
             if state.boundary_state_offloads:
@@ -230,19 +240,52 @@ class SchedulerSide:
         self._take_load_ends()
         self._reference()
         self._release()
+        loads, refused = tuple(self._step_loads), tuple(self._refused)
+        abandoned = tuple(self._abandoned)
+        waiting = (*(request for _, request in loads), *refused)
+        numbered = self._arrivals.send(
+            self._step, waiting, abandoned, awaited=self._siblings.awaited
+        )
         metadata = StepMetadata(
             plan.encode() if plan else b"",
-            tuple(self._step_loads),
-            tuple(self._refused),
-            tuple(self._abandoned),
+            loads,
+            refused,
+            abandoned,
             self._stages,
             self._resets,
+            self._step,
+            *numbered,
         )
         self._stages = ()
         self._step_loads.clear()
         self._refused.clear()
         self._abandoned.clear()
         return metadata
+
+    def _hold_back(self, output: Any, state: Any) -> None:
+        """What may rest on a load that another child does in this step is not saved with it."""
+        inside = output.has_sync_kv_loads
+        if not self._saves or state is None or not (inside or self._siblings):
+            self._begun.clear()
+            return
+
+        def table(name: str) -> list[int]:
+            return [block for blocks in state.get_block_ids(name) or () for block in blocks]
+
+        hits: dict[str, int | None] = {}
+        for name in self._begun & output.num_scheduled_tokens.keys() & self._requests.keys():
+            computed = self._requests[name].request.num_computed_tokens
+            if computed:  # of one group it is known which blocks they are
+                hits[name] = None if self._groups[1:] else -(-computed // self._step_tokens)
+        self._begun.clear()
+        refused, spoiled = self._siblings.step(self._step, inside, hits, table)
+        for name in refused:
+            if (tracked := self._requests.get(name)) is not None:
+                tracked.purged = True
+                self._saving.pop(name, None)
+        if spoiled:
+            # vLLM lets everybody find them before they are computed again.
+            self._pool.evict_blocks(spoiled)
 
     def _set_mode(self, mode: str) -> None:
         self._mode = mode
@@ -273,6 +316,8 @@ class SchedulerSide:
         # Neither a long queue of waiting requests nor many that decode may cost anything here.
         few, many = sorted((scheduled, self._saving), key=len)
         for request_id in [name for name in few if name in many]:
+            if request_id in self._siblings:
+                continue  # asked again in a later step
             saving, tokens = self._saving[request_id], scheduled[request_id]
             request = saving.request
             if saving.has_changed():
@@ -314,6 +359,8 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.purged or tracked.has_changed():
                 continue
+            if request_id in self._siblings:
+                continue
             self._advance(tracked, tracked.accepted)
             for group, block, tokens in states:
                 if tokens % self._hit_tokens:
@@ -326,7 +373,7 @@ class SchedulerSide:
     ) -> None:
         """States that a request leaves behind when it ends, before its blocks are free, and what it
         has computed before them: without it they would serve nobody."""
-        if not self._may_save():
+        if not self._may_save() or request.request_id in self._siblings:
             return
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.purged or tracked.has_changed():
@@ -445,6 +492,10 @@ class SchedulerSide:
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
             self._stirred = True
+            self._arrivals.take(metadata.ends)
+            if self._siblings:
+                for end in metadata.ends:
+                    self._siblings.ended(end.step, output.invalid_block_ids or ())
             self._core.report(metadata.reports)
             self._take_load_ends()
             self._reference()
@@ -468,7 +519,8 @@ class SchedulerSide:
 
     def pending_work(self) -> bool:
         """Whether the engine must keep stepping."""
-        return bool(self._refused or self._abandoned) or self._core.has_pending_work()
+        untold = self._refused or self._abandoned or self._arrivals.pending
+        return bool(untold) or self._core.has_pending_work()
 
     def take_events(self) -> list[Any]:
         """What the store has gained and lost since the last call, when somebody listens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from .._core import RankLoadEnd, RankLoads, ReadyToken, StoreWorker
 from ..logs import forward_log
 from ..rate_limited import RateLimited
 from .cache_config import Described, segment_map
-from .metadata import ReportMetadata, StepMetadata
+from .metadata import ReportMetadata, StepEnd, StepMetadata
 from .mooncake import open_store
 from .options import Options
 from .ready import ready_source
@@ -29,6 +29,26 @@ class Results:
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+
+    def add(self, other: Results) -> None:
+        """Takes in what another step has told, or not told."""
+        self.finished |= other.finished
+        self.failed |= other.failed
+        self.failed_blocks |= other.failed_blocks
+
+    def fail(self, requests: Iterable[str]) -> None:
+        """Requests that wait for a load which nobody will see the end of."""
+        requests = set(requests)
+        self.finished |= requests
+        self.failed |= requests
+
+
+@dataclass
+class _Told:
+    """What went out with a step's output."""
+
+    results: Results = field(default_factory=Results)
+    reports: list[bytes] = field(default_factory=list)
 
 
 class WorkerSide:
@@ -74,6 +94,10 @@ class WorkerSide:
         self._spoiled: int | None = None  # resets before a step failed: vLLM's cache is wrong since
         self._reports: list[bytes] = []
         self._results = Results()
+        self._step = 0  # the number of the last one
+        self._answer = False
+        self._told: dict[int, _Told] = {}  # in steps whose output vLLM may not have taken
+        self._missed: list[range] = []  # steps whose metadata never came
         self._closed = False
         self._unquiet = 0
         self._refused = RateLimited(logger, logging.ERROR)
@@ -93,8 +117,26 @@ class WorkerSide:
         self._bound = metadata
         self._submitted = self._collected = False
         self._handled = sys.exc_info()[1]
-        self._results.finished.update(metadata.refused)
-        self._results.failed.update(metadata.refused)
+        if not metadata.step or metadata.step > self._step:
+            self._results.fail(metadata.refused)
+        if metadata.step:
+            self._count(metadata)
+
+    def _count(self, metadata: StepMetadata) -> None:
+        """vLLM waits for every load until it is told, once: what a failed step has lost is not."""
+        if metadata.step > self._step + 1:
+            self._missed.append(range(self._step + 1, metadata.step))
+        self._step, self._answer = metadata.step, metadata.answer
+        for step, taken in metadata.settled:
+            lost = self._told.pop(step, None)
+            if lost is not None and not taken:
+                self._results.add(lost.results)
+                self._reports[:0] = lost.reports
+        for missed in metadata.missed:
+            if missed.steps in self._missed:
+                self._missed.remove(missed.steps)
+                self._results.fail(missed.requests)
+                self._abandon(missed.abandoned)
 
     def submit(self) -> None:
         """Hands the plan over, once, however often a runner comes here."""
@@ -120,23 +162,30 @@ class WorkerSide:
                 "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
                 "or loaded any more before reset_prefix_cache with reset_connector"
             )
+        self._abandon(metadata.abandoned)
         if metadata.plan:
-            spoiled = self._spoiled == metadata.resets
-            token = ReadyToken.failed() if spoiled else self._ready.token()
-            taken = self._worker.submit(metadata.plan, token)
-            if taken:
-                self._loads.expect(metadata.plan)
-                self._names.update(metadata.loads)
-            elif taken.repeated:
-                # Its loads may be writing: each is told once, by its own end.
-                self._refused("kvprism: a plan came again: %s", taken.refusal)
-            else:
-                # Also of another version, in which no load can be found: those who wait are named.
-                self._refused("kvprism: a plan was refused: %s", taken.refusal)
-                waiting = [name for _, name in metadata.loads]
-                self._results.finished.update(waiting)
-                self._results.failed.update(waiting)
-        for job in metadata.abandoned:
+            token = ReadyToken.failed()
+            try:
+                if self._spoiled != metadata.resets:
+                    token = self._ready.token()
+            finally:  # a device's error ends the step, and no load may be without an end
+                self._take_plan(metadata, token)
+
+    def _take_plan(self, metadata: StepMetadata, token: ReadyToken) -> None:
+        taken = self._worker.submit(metadata.plan, token)
+        if taken:
+            self._loads.expect(metadata.plan)
+            self._names.update(metadata.loads)
+        elif taken.repeated:
+            # Its loads may be writing: each is told once, by its own end.
+            self._refused("kvprism: a plan came again: %s", taken.refusal)
+        else:
+            # Also of another version, in which no load can be found: those who wait are named.
+            self._refused("kvprism: a plan was refused: %s", taken.refusal)
+            self._results.fail(name for _, name in metadata.loads)
+
+    def _abandon(self, jobs: Iterable[int]) -> None:
+        for job in jobs:
             for end in self._loads.abandon(job):
                 self._end(end, detach=True)
 
@@ -152,6 +201,8 @@ class WorkerSide:
         self._collected = True
         self._take(self._worker.poll())
         results, self._results = self._results, Results()
+        if results.finished and self._step:
+            self._told.setdefault(self._step, _Told()).results.add(results)
         return results
 
     def _take(self, report: bytes | None) -> None:
@@ -180,11 +231,22 @@ class WorkerSide:
 
     def take_reports(self) -> ReportMetadata | None:
         """What the scheduler has to hear."""
-        if not self._reports or self._failing():
+        if self._failing():
             return None
-        reports = ReportMetadata(b"".join(self._reports))
+        ends = self._ends()
+        if not (self._reports or ends):
+            return None
+        reports = ReportMetadata(b"".join(self._reports), ends)
+        if self._step in self._told:
+            self._told[self._step].reports += self._reports
         self._reports.clear()
         return reports
+
+    def _ends(self) -> tuple[StepEnd, ...]:
+        if not (self._answer or self._told or self._missed):
+            return ()
+        untold = tuple(step for step in self._told if step != self._step)
+        return (StepEnd(self._step, untold, tuple(self._missed)),)
 
     def take_stats(self) -> StoreStats | None:
         """What this rank has moved of each group since the last call."""
@@ -203,9 +265,9 @@ class WorkerSide:
         Its loads were for memory that may be another one now: their requests are computed.
         """
         self._reports += before._reports
-        untold = {*before._results.finished, *before._names.values()}
-        self._results.finished |= untold
-        self._results.failed |= untold
+        self._results.fail({*before._results.finished, *before._names.values()})
+        self._step, self._answer = before._step, before._answer
+        self._told, self._missed = before._told, before._missed
         self._bound, self._submitted = before._bound, before._submitted
         self._collected, self._handled = before._collected, before._handled
         self._spoiled = before._spoiled
