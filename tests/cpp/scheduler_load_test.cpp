@@ -505,6 +505,9 @@ TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
     EXPECT_EQ(ends[0].job, *job);
     EXPECT_EQ(ends[0].valid_tokens, 0u);
     EXPECT_THAT(acquired(), IsEmpty());
+    scheduler->preempted(kRequest);
+    EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 0u) << "it would be tried at each step";
+    EXPECT_EQ(scheduler->counters().bypasses, 1u);
   }
 }
 

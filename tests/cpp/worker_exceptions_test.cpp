@@ -1,50 +1,19 @@
 // Exceptions in the middle of a worker's turn: no job is told for what has not moved.
-#include <atomic>
-#include <cstdlib>
 #include <map>
 #include <new>
 
+#include "failing_memory.h"
 #include "worker_fixture.h"
-
-// The replaced operators pair with each other; g++ 12 sees only one side of an inlined pair.
-#pragma GCC diagnostic ignored "-Wmismatched-new-delete"
-
-namespace {
-
-std::atomic<bool> counting{false};
-std::atomic<int> until_failure{0};  // allocations that still succeed
-std::atomic<bool> for_good{false};  // all fail behind the first that does
-
-// Allocations of a test's own store do not count.
-class NotCounted {
- public:
-  NotCounted() : before_(counting.exchange(false)) {}
-  ~NotCounted() { counting = before_; }
-  NotCounted(const NotCounted&) = delete;
-  NotCounted& operator=(const NotCounted&) = delete;
-
- private:
-  bool before_;
-};
-
-}  // namespace
-
-void* operator new(std::size_t size) {
-  if (counting) {
-    const int left = until_failure--;
-    if (left == 0 || (left < 0 && for_good)) throw std::bad_alloc();
-  }
-  if (void* const memory = std::malloc(size == 0 ? 1 : size)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace kvprism {
 namespace {
 
+using test::counting;
+using test::for_good;
 using test::kPage;
+using test::NotCounted;
 using test::ScriptedStore;
+using test::until_failure;
 using test::WorkerTest;
 
 // The fixture's store, a start of which throws.

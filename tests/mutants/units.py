@@ -41,6 +41,7 @@ TEST_OBJECTS = tuple(
         "pump_thread_test",
         "prompt_end_test",
         "purge_test",
+        "scheduler_exceptions_test",
         "scheduler_load_test",
         "store_scheduler_test",
         "store_worker_test",

@@ -17,6 +17,12 @@ namespace kvprism::detail {
 // Ownership: value. Threads: one.
 class Alarms {
  public:
+  // With room for so many jobs no add() fails.
+  void reserve(std::size_t jobs) {
+    const std::size_t most = 2 * jobs + kFew + 1;
+    if (most > heap_.capacity()) heap_.reserve(2 * most);
+  }
+
   // `jobs`: how many are alive; at most one alarm of each may be in here. `waits(job)`: whether an
   // alarm of it still means something.
   template <class Waits>
@@ -31,13 +37,14 @@ class Alarms {
 
   // The next one that is due at `now`.
   std::optional<JobId> take(Instant now) {
-    if (heap_.empty() || heap_.front().at > now) return std::nullopt;
+    if (!due(now)) return std::nullopt;
     std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
     const JobId job = heap_.back().job;
     heap_.pop_back();
     return job;
   }
 
+  bool due(Instant now) const noexcept { return !heap_.empty() && heap_.front().at <= now; }
   std::size_t size() const noexcept { return heap_.size(); }
 
  private:

@@ -1,13 +1,13 @@
 #include "kvprism/job/job_ledger.h"
 
 #include <algorithm>
-#include <deque>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 
 #include "job/alarms.h"
+#include "job/job_queue.h"
 
 namespace kvprism {
 namespace {
@@ -62,9 +62,9 @@ struct JobLedger::Impl {
   detail::Alarms deadlines;
   detail::Alarms quarantines;
   detail::Alarms questions;
-  std::deque<JobId> outcomes;
-  std::deque<JobId> quiets;
-  std::deque<JobId> quarantined;
+  detail::JobQueue outcomes;
+  detail::JobQueue quiets;
+  detail::JobQueue quarantined;
   std::size_t quarantined_now = 0;
   LedgerCounters counters;
 
@@ -86,7 +86,15 @@ struct JobLedger::Impl {
                   [this](JobId other) { return is_unquiet(other); });
   }
 
-  void settle(JobId id, Job& job, Instant now) {
+  // For one more job: whatever becomes of those that are alive, to note it will not fail.
+  void make_room() {
+    const std::size_t alive = jobs.size() + 1;
+    for (detail::Alarms* const alarms : {&deadlines, &quarantines, &questions})
+      alarms->reserve(alive);
+    for (detail::JobQueue* const queue : {&outcomes, &quiets, &quarantined}) queue->reserve(alive);
+  }
+
+  void settle(JobId id, Job& job, Instant now) noexcept {
     job.final = true;
     std::sort(job.failed.begin(), job.failed.end(),
               [](const FailedChunk& a, const FailedChunk& b) { return order(a) < order(b); });
@@ -96,7 +104,7 @@ struct JobLedger::Impl {
     job.failed.erase(std::unique(job.failed.begin(), job.failed.end(), same_chunk),
                      job.failed.end());
     ++counters.outcomes;
-    outcomes.push_back(id);
+    outcomes.push(id);
     if (job.quiet_ranks != all_ranks) {
       quarantines.add(now + options.quarantine_after, id, jobs.size(),
                       [this](JobId other) { return is_unquiet(other); });
@@ -105,10 +113,10 @@ struct JobLedger::Impl {
     queue_quiet(id, job);
   }
 
-  void queue_quiet(JobId id, Job& job) {
+  void queue_quiet(JobId id, Job& job) noexcept {
     if (!job.final || job.quiet_queued || job.quiet_ranks != all_ranks) return;
     job.quiet_queued = true;
-    quiets.push_back(id);
+    quiets.push(id);
   }
 
   // The job's part at a rank that will tell no more of it.
@@ -152,17 +160,22 @@ JobLedger& JobLedger::operator=(JobLedger&&) noexcept = default;
 
 JobId JobLedger::start(JobKind kind, RequestId request, std::span<const BlockId> blocks,
                        Instant deadline) {
-  const JobId id{impl_->next_id++};
-  Job& job = impl_->jobs[raw(id)];
+  const JobId id = next();
+  Job job;
   job.request = request;
   job.kind = kind;
   job.blocks.assign(blocks.begin(), blocks.end());
+  impl_->make_room();
+  impl_->jobs.emplace(raw(id), std::move(job));
+  ++impl_->next_id;
   impl_->deadlines.add(deadline, id, impl_->jobs.size(),
                        [this](JobId other) { return impl_->is_open(other); });
   ++impl_->counters.started;
   impl_->counters.blocks_held += blocks.size();
   return id;
 }
+
+JobId JobLedger::next() const noexcept { return JobId{impl_->next_id}; }
 
 void JobLedger::notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed,
                        Instant now) {
@@ -171,6 +184,8 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
     ++impl_->counters.unknown_notices;
     return;
   }
+  // What can fail comes first.
+  if (!failed.empty()) job->failed.reserve(job->failed.size() + failed.size());
   const std::uint64_t bit = std::uint64_t{1} << raw(rank);
   const bool newly_quiet = report.quiet != 0 && (job->quiet_ranks & bit) == 0;
   if (report.quiet != 0 && !newly_quiet) ++impl_->counters.duplicate_notices;
@@ -235,17 +250,17 @@ void JobLedger::advance(Instant now) {
     ++impl_->quarantined_now;
     ++impl_->counters.quarantined;
     impl_->counters.blocks_in_quarantine += job.blocks.size();
-    impl_->quarantined.push_back(*id);
+    impl_->quarantined.push(*id);
   }
 }
 
 bool JobLedger::take_outcome(JobEvent& out) {
   if (impl_->outcomes.empty()) return false;
   const JobId id = impl_->outcomes.front();
-  impl_->outcomes.pop_front();
-  Job& job = *impl_->find(id);
+  const Job& job = *impl_->find(id);
   impl_->describe(id, job, out);
   out.failed = job.failed;
+  impl_->outcomes.pop();
   return true;
 }
 
@@ -253,7 +268,7 @@ bool JobLedger::take_quiet(JobEvent& out) {
   // A job's outcome is told before its quiet, so that a load's result is known when its blocks are.
   if (impl_->quiets.empty() || !impl_->outcomes.empty()) return false;
   const JobId id = impl_->quiets.front();
-  impl_->quiets.pop_front();
+  impl_->quiets.pop();
   Job& job = *impl_->find(id);
   impl_->describe(id, job, out);
   out.failed = std::move(job.failed);
@@ -269,20 +284,22 @@ bool JobLedger::take_quiet(JobEvent& out) {
 }
 
 bool JobLedger::take_quarantined(JobEvent& out) {
-  if (impl_->quarantined.empty()) return false;
-  const JobId id = impl_->quarantined.front();
-  impl_->quarantined.pop_front();
-  const Job* const job = impl_->find(id);
-  if (job == nullptr) return take_quarantined(out);
-  impl_->describe(id, *job, out);
-  out.failed = job->failed;
-  return true;
+  for (; !impl_->quarantined.empty(); impl_->quarantined.pop()) {
+    const JobId id = impl_->quarantined.front();
+    const Job* const job = impl_->find(id);
+    if (job == nullptr) continue;
+    impl_->describe(id, *job, out);
+    out.failed = job->failed;
+    impl_->quarantined.pop();
+    return true;
+  }
+  return false;
 }
 
 void JobLedger::take_unquiet(Instant now, std::size_t most, std::vector<JobId>& out) {
-  while (most != 0) {
+  while (most != 0 && impl_->questions.due(now)) {
+    if (out.size() == out.capacity()) out.reserve(out.size() + most);
     const std::optional<JobId> id = impl_->questions.take(now);
-    if (!id) return;
     if (!impl_->is_unquiet(*id)) continue;
     out.push_back(*id);
     impl_->ask_later(*id, now);

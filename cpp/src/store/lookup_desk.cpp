@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "store/make_room.h"
+
 namespace kvprism::detail {
 
 LookupDesk::LookupDesk(std::shared_ptr<const KeySchema> schema, std::shared_ptr<ObjectIndex> index,
@@ -176,11 +178,24 @@ void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Ins
   ++counters_.calls;
   counters_.keys += batch->keys.size();
   const OpId op{next_op_++};
-  if (index_->start_exists(op, batch, now, deadline)) {
-    calls_.emplace(static_cast<std::uint64_t>(op), std::move(asked));
+  // Known before it starts, so that its end is.
+  make_room(unquiet_lookups_, 1);
+  const auto call = calls_.emplace(static_cast<std::uint64_t>(op), std::move(asked)).first;
+  bool started = false;
+  try {
+    started = index_->start_exists(op, batch, now, deadline);
+  } catch (...) {
+    // One that has taken the batch may be asking: only it can say when that is quiet.
+    if (batch == nullptr) unquiet_lookups_.push_back(op);
+    calls_.erase(call);
+    throw;
+  }
+  if (started) {
     unquiet_lookups_.push_back(op);
     return;
   }
+  asked = std::move(call->second);
+  calls_.erase(call);
   idle_batches_.push_back(std::move(batch));
   for (const Asked& one : asked) {
     const Question& question = one.question;
@@ -193,6 +208,7 @@ void LookupDesk::ask(std::vector<Question>& questions, const Avoided& avoid, Ins
 }
 
 void LookupDesk::settle(const Question& question, Answer& answer) {
+  if (fine_) answer.tails.reserve(groups_.size());  // no hit without them
   answer.hit = search_.find_below(presence_, question.local, question.probed, question.limit);
   if (thinned_) answer.shared = search_.shared_prefix(presence_, question.local, question.probed);
   if (!fine_ || answer.hit <= question.local) return;
@@ -302,21 +318,23 @@ void LookupDesk::answer(Asked& asked, const std::vector<ItemResult>& items, Answ
 
 void LookupDesk::poll(Instant now, std::vector<Answer>& answers) {
   while (index_->poll_index(now, completion_)) {
+    if (completion_.quiet) std::erase(unquiet_lookups_, completion_.op);
     if (completion_.outcome) {
       const auto call = calls_.find(static_cast<std::uint64_t>(completion_.op));
       if (call != calls_.end()) {
-        for (Asked& asked : call->second) {
+        // Without memory for an answer it is late, which is a miss.
+        std::vector<Asked> over = std::move(call->second);
+        calls_.erase(call);
+        for (Asked& asked : over) {
           const Question& question = asked.question;
           Answer& one = answers.emplace_back(
               Answer{question.request, question.serial, question.local, 0, false, {}});
           answer(asked, completion_.items, one);
         }
-        calls_.erase(call);
       } else if (std::erase(removals_, completion_.op) != 0) {
         removed_.push_back({completion_.op, std::move(completion_.items)});
       }
     }
-    if (completion_.quiet) std::erase(unquiet_lookups_, completion_.op);
     if (completion_.batch) idle_batches_.push_back(std::move(completion_.batch));
   }
 }

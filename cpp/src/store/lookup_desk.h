@@ -15,6 +15,7 @@
 #include "kvprism/io/object_store.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/run/instant.h"
+#include "store/make_room.h"
 #include "store/recent_prefixes.h"
 
 namespace kvprism::detail {
@@ -104,6 +105,8 @@ class LookupDesk {
     std::unique_ptr<ObjectBatch> batch = take_batch();
     fill(batch->keys);
     const OpId op{next_op_++};
+    make_room(removals_, 1);
+    make_room(removed_, removals_.size() + 1);
     if (batch->keys.size() != 0 && index_->start_remove(op, batch, removal, now, deadline)) {
       removals_.push_back(op);
       return op;

@@ -9,20 +9,37 @@
 #include "kvprism/hit/hit_search.h"
 #include "kvprism/key/key_schema.h"
 #include "kvprism/wire/step_plan.h"
+#include "store/make_room.h"
 
 namespace kvprism::detail {
 
-// One job at a time: begin(), then marks and runs, then finish() or abandon().
+// One job at a time: begin(), then marks and runs, then make_room() and finish().
 // Ownership: refers to the plan. Threads: one.
 class PlanBuilder {
  public:
   explicit PlanBuilder(StepPlan& plan) noexcept : plan_(plan) {}
 
-  void begin() {
+  // At its end what is not finished goes: half a mark would have the whole plan refused.
+  class Building {
+   public:
+    explicit Building(PlanBuilder& builder) noexcept : builder_(builder) {}
+    ~Building() {
+      if (!builder_.finished_) builder_.abandon();
+    }
+    Building(const Building&) = delete;
+    Building& operator=(const Building&) = delete;
+
+   private:
+    PlanBuilder& builder_;
+  };
+
+  [[nodiscard]] Building begin() noexcept {
     first_run_ = size(plan_.runs);
     first_id_ = size(plan_.ids);
     first_mark_ = size(plan_.mark_tokens);
     sequences_.clear();
+    finished_ = false;
+    return Building(*this);
   }
 
   // Marks for the chunks `range` of `chunk_tokens` tokens each, out of hashes at granularity
@@ -59,19 +76,22 @@ class PlanBuilder {
     return std::span<const RunRecord>(plan_.runs).subspan(first_run_);
   }
 
-  void finish(JobId id, RequestId request, JobKind kind, Duration timeout) {
+  // Behind it finish() does not fail.
+  void make_room() { detail::make_room(plan_.jobs, 1); }
+  void finish(JobId id, RequestId request, JobKind kind, Duration timeout) noexcept {
     plan_.jobs.push_back(
         {id, request, kind, first_run_, size(plan_.runs) - first_run_, 0, timeout});
+    finished_ = true;
   }
 
-  void abandon() {
+ private:
+  void abandon() noexcept {
     plan_.runs.resize(first_run_);
     plan_.ids.resize(first_id_);
     plan_.mark_tokens.resize(first_mark_);
     plan_.mark_hashes.resize(static_cast<std::size_t>(first_mark_) * plan_.hash_width);
   }
 
- private:
   struct Sequence {
     std::uint32_t chunk_tokens;
     ChunkRange range;
@@ -119,6 +139,7 @@ class PlanBuilder {
   std::uint32_t first_run_ = 0;
   std::uint32_t first_id_ = 0;
   std::uint32_t first_mark_ = 0;
+  bool finished_ = true;
 };
 
 }  // namespace kvprism::detail

@@ -26,8 +26,7 @@ PromptEnd StoreScheduler::Impl::end_due(Request& request, std::uint32_t planned,
 void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const PromptEnd& end,
                                     const BlockRows& rows, Instant now) {
   begin_plan();
-  builder.begin();
-  request.end_planned = end.proof;
+  const auto building = builder.begin();
   bool whole = true;
   for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
     if (save_rules[raw(index)] != SaveRule::kPositional) continue;
@@ -48,13 +47,12 @@ void StoreScheduler::Impl::plan_end(RequestId id, Request& request, const Prompt
                          rows[row][chunk], hashes_of(request)[mark / hash_tokens - 1]);
     }
   }
-  if (builder.runs().empty()) {
-    builder.abandon();
-    return;
+  if (!builder.runs().empty()) {
+    detail::Save save{id, request.generation, {}, now, true, {}, {}};
+    if (whole) save.tags.push_back(end_tag(request, end));
+    start_save(std::move(save), false);
   }
-  detail::Save& save = start_save(id, request.generation, {}, now, false);
-  save.prompt_end = true;
-  if (whole) save.tags.push_back(end_tag(request, end));
+  request.end_planned = end.proof;
 }
 
 void StoreScheduler::prompt(RequestId id, std::uint32_t prompt_tokens) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -21,6 +22,7 @@
 #include "kvprism/store/store_scheduler.h"
 #include "run/rate_limit.h"
 #include "store/lookup_desk.h"
+#include "store/make_room.h"
 #include "store/plan_builder.h"
 #include "store/recent_prefixes.h"
 #include "store/run_recorder.h"
@@ -83,6 +85,7 @@ struct Load {
   std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids
   std::vector<BlockId> ids;
+  std::vector<FailedBlock> lost;  // none before its end, which has room for all
   // Objects that are not what was stored: in the order of told, from sort_mismatches() on by group
   // and chunk, damage first.
   std::vector<std::pair<Rank, FailedChunk>> mismatches;
@@ -197,6 +200,7 @@ struct StoreScheduler::Impl {
       save_rules.push_back(schema->projection().group(group).traits.save);
       has_drafts |= groups[raw(group)].draft;
     }
+    masks.reserve(groups.size());  // wants_save must not fail
   }
 
   static std::shared_ptr<detail::RunRecorder> recorder_of(const KeySchema& schema,
@@ -391,6 +395,8 @@ struct StoreScheduler::Impl {
   void add_marks(const Request& request);
   void add_last_chunk(const Request& request, StoreIndex group, BlockId block);
   void mark_loaded(StoreIndex index, std::uint32_t chunk, std::uint32_t hit);
+  // The same of a whole load, in `loaded`.
+  void mark_arrived(const Load& load, const JobEvent& end);
   void plan_load(RequestId id, Request& request, const BlockRows& rows, Instant now, JobId& job);
   // Which chunks a save of the request keeps. True when the engine's retention makes them fewer
   // than a hit at any multiple of S needs.
@@ -413,15 +419,43 @@ struct StoreScheduler::Impl {
   void plan_end(RequestId id, Request& request, const PromptEnd& end, const BlockRows& rows,
                 Instant now);
   void plan_offers(Instant now);
+  std::size_t plan_offers_of(std::size_t first, Instant now);
   void drop_offers();
   void drop_offers(RequestId id, std::uint64_t generation);
   void drop(const detail::Offer& offer);
-  Save& start_save(RequestId id, std::uint64_t generation, const TokenRange& range, Instant now,
-                   bool references_held);
+  // The blocks of a job, or an offer, that is about to begin: what comes of it finds room.
+  void make_room_for_ends(std::size_t blocks) {
+    detail::make_room(released, ledger.blocks_held() + offers.size() + blocks);
+    detail::make_room(load_ends, loads.size() + 1);
+  }
+  // A job and its entry, or neither.
+  template <class Entry>
+  JobId start_job(JobKind kind, RequestId id, std::span<const BlockId> blocks, Instant deadline,
+                  std::unordered_map<std::uint64_t, Entry>& entries, Entry entry) {
+    const auto at = entries.emplace(raw(ledger.next()), std::move(entry)).first;
+    try {
+      return ledger.start(kind, id, blocks, deadline);
+    } catch (...) {
+      entries.erase(at);
+      throw;
+    }
+  }
+  void start_save(Save save, bool references_held);
+  // For what is only remembered, told or logged: without memory it is left out. False: it was.
+  template <class Part>
+  static bool if_memory(Part part) {
+    try {
+      part();
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
   // Whether a rank may name these chunks: groups and statuses that there are, and of a load what it
   // moves.
   bool could_fail(JobId job, std::span<const FailedChunk> failed) const;
   void settle(Instant now);
+  void warn_of_quarantine(Instant now);  // of `event`
   static std::array<Instant, 7> never() {
     std::array<Instant, 7> all;
     all.fill(Instant{INT64_MIN / 2});

@@ -41,12 +41,31 @@ void StoreScheduler::Impl::mark_loaded(StoreIndex index, std::uint32_t chunk, st
   }
 }
 
+// A shorter hit may need chunks that this load never asked for: only what was fetched counts as
+// present.
+void StoreScheduler::Impl::mark_arrived(const Load& load, const JobEvent& end) {
+  loaded.reset(groups.size());
+  for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
+    const HitGroup& group = groups[raw(index)];
+    const std::uint32_t units = load.hit / group.unit_tokens;
+    loaded.set_units(index, units);
+    for (std::uint32_t unit = 0; unit < units && detail::only_proves(group); ++unit)
+      loaded.mark(index, unit);
+  }
+  for (const RunRecord& run : load.runs) {
+    for (std::uint32_t i = 0; i < run.count; ++i) {
+      const std::uint32_t chunk = run.first_chunk + i;
+      if (!is_failed(end.failed, run.group, chunk)) mark_loaded(run.group, chunk, load.hit);
+    }
+  }
+}
+
 void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const BlockRows& rows,
                                      Instant now, JobId& job) {
   const std::uint32_t local = request.lookup.engine_local;
   const std::uint32_t hit = request.lookup.hit;
   begin_plan();
-  builder.begin();
+  const auto building = builder.begin();
   ranges.clear();
   const std::vector<std::uint32_t>& tails = request.lookup.tails;
   for (const HitGroup& group : groups) {
@@ -78,25 +97,30 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   load.hit = hit;
   load.planned_at = now;
   load.tails = tails;
+  // As in start_save: what can fail comes first.
+  std::span<const BlockId> blocks;
   if (complete_rows) {
-    const auto blocks = builder.blocks();
-    job = ledger.start(JobKind::kLoad, id, blocks,
-                       detail::ledger_deadline(now, options.load_timeout));
-    acquired.insert(acquired.end(), blocks.begin(), blocks.end());
+    blocks = builder.blocks();
     load.ids.assign(blocks.begin(), blocks.end());
+    load.lost.reserve(blocks.size());
     load.runs.assign(builder.runs().begin(), builder.runs().end());
     if (!load.runs.empty()) {
       const std::uint32_t base = load.runs.front().first_id;
       for (RunRecord& run : load.runs) run.first_id -= base;
     }
+  }
+  make_room_for_ends(blocks.size());
+  detail::make_room(acquired, blocks.size());
+  builder.make_room();
+  job = start_job(JobKind::kLoad, id, blocks, detail::ledger_deadline(now, options.load_timeout),
+                  loads, std::move(load));
+  if (complete_rows) {
+    acquired.insert(acquired.end(), blocks.begin(), blocks.end());
     builder.finish(job, id, JobKind::kLoad, options.load_timeout);
   } else {
     // The engine waits for this load, so it ends like any other: as failed, through the ledger.
-    builder.abandon();
-    job = ledger.start(JobKind::kLoad, id, {}, detail::ledger_deadline(now, options.load_timeout));
     ledger.withdraw(job, now);
   }
-  loads.emplace(raw(job), std::move(load));
   request.loading = true;
   request.lookup.state = LookupState::kNone;
   flight.add(now, FlightKind::kLoad, raw(id), raw(job), hit - local);
@@ -219,6 +243,8 @@ void StoreScheduler::Impl::count_unreached(const Load& load, const JobEvent& end
   flight.add(now, FlightKind::kOffersPaused, counters.offers_paused);
 }
 
+// A promised end comes, also without memory for it: nothing here but what is told beside it needs
+// any.
 void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, bool quiet,
                                     Instant now) {
   sort_mismatches(load);  // those of a late report too
@@ -227,33 +253,20 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
   result.job = id;
   result.blocks_quiet = quiet;
   const bool void_all = end.whole || load.overtaken;
-  // What is not quiet may still change, also where it seems to have arrived.
-  const bool whole = void_all || !quiet;
+  // What is not quiet may still change, also where it seems to have arrived; and what cannot be
+  // told apart counts as failed.
+  const bool whole =
+      void_all || !quiet || (!end.failed.empty() && !if_memory([&] { mark_arrived(load, end); }));
   if (whole) {
     result.valid_tokens = load.local;
   } else if (end.failed.empty()) {
     result.valid_tokens = load.hit;
   } else {
-    // A shorter hit may need chunks that this load never asked for: only what was fetched counts as
-    // present.
-    loaded.reset(groups.size());
-    for (const StoreIndex index : indices<StoreIndex>(groups.size())) {
-      const HitGroup& group = groups[raw(index)];
-      const std::uint32_t units = load.hit / group.unit_tokens;
-      loaded.set_units(index, units);
-      for (std::uint32_t unit = 0; unit < units && detail::only_proves(group); ++unit)
-        loaded.mark(index, unit);
-    }
-    for (const RunRecord& run : load.runs) {
-      for (std::uint32_t i = 0; i < run.count; ++i) {
-        const std::uint32_t chunk = run.first_chunk + i;
-        if (!is_failed(end.failed, run.group, chunk)) mark_loaded(run.group, chunk, load.hit);
-      }
-    }
     result.valid_tokens = search.find_loaded(loaded, load.local, load.hit);
   }
   result.complete = !whole && end.failed.empty();
 
+  result.failed = std::move(load.lost);
   for (const RunRecord& run : load.runs) {
     for (std::uint32_t i = 0; i < run.count && !result.complete; ++i) {
       const std::uint32_t chunk = run.first_chunk + i;
@@ -266,7 +279,7 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     const auto status = static_cast<ItemStatus>(chunk.status);
     if (status == ItemStatus::kMissing || status == ItemStatus::kNotReady) ++counters.load_races;
   }
-  if (options.tell_changes) tell_missing(load, end);
+  if (options.tell_changes) if_memory([&] { tell_missing(load, end); });
 
   counters.loaded_tokens += result.valid_tokens - load.local;
   counters.loaded_objects += end.objects;

@@ -27,6 +27,7 @@ void StoreScheduler::Impl::ask(RequestId id, Request& request, std::uint32_t loc
 
 void StoreScheduler::Impl::take_answers(Instant now) {
   desk.poll(now, answers);
+  detail::make_room(second_rounds, answers.size());  // an answer is taken once
   for (detail::Answer& answer : answers) {
     Request* const request = find(answer.request);
     if (answer.failed) ++counters.lookups_failed;
@@ -40,7 +41,7 @@ void StoreScheduler::Impl::take_answers(Instant now) {
       flight.add(now, FlightKind::kAnswered, raw(answer.request), answer.hit,
                  answer.failed ? 1 : 0);
     if (!awaited) continue;
-    if (options.tell_changes) tell_gone(*request, answer);
+    if (options.tell_changes) if_memory([&] { tell_gone(*request, answer); });
     request->lookup.hit = answer.hit;
     if (answer.shared > answer.hit) request->junction = answer.shared;
     if (answer.first_round == nullptr && answer.asked && !answer.failed)

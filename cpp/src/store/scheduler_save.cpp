@@ -87,19 +87,24 @@ std::uint32_t StoreScheduler::Impl::add_sources(const Request& request, const To
   return reached;
 }
 
-Save& StoreScheduler::Impl::start_save(RequestId id, std::uint64_t generation,
-                                       const TokenRange& range, Instant now, bool references_held) {
+// What can fail comes first: a job whose blocks nobody has taken would give back others', and one
+// that is in no plan would keep its own.
+void StoreScheduler::Impl::start_save(Save save, bool references_held) {
   const auto blocks = builder.blocks();
+  if (options.tell_changes) note_chunks(save);
+  make_room_for_ends(blocks.size());
+  if (!references_held) detail::make_room(acquired, blocks.size());
+  builder.make_room();
+  const RequestId id = save.request;
+  const Instant now = save.planned_at;
+  const std::uint32_t to = save.range.to;
   const JobId job =
-      ledger.start(JobKind::kSave, id, blocks, detail::ledger_deadline(now, options.save_timeout));
+      start_job(JobKind::kSave, id, blocks, detail::ledger_deadline(now, options.save_timeout),
+                saves, std::move(save));
   if (!references_held) acquired.insert(acquired.end(), blocks.begin(), blocks.end());
   builder.finish(job, id, JobKind::kSave, options.save_timeout);
-  flight.add(now, FlightKind::kSave, raw(id), raw(job), range.to);
+  flight.add(now, FlightKind::kSave, raw(id), raw(job), to);
   ++counters.saves;
-  Save& save =
-      saves.emplace(raw(job), Save{id, generation, range, now, false, {}, {}}).first->second;
-  if (options.tell_changes) note_chunks(save);
-  return save;
 }
 
 void StoreScheduler::Impl::plan_offers(Instant now) {
@@ -113,24 +118,32 @@ void StoreScheduler::Impl::plan_offers(Instant now) {
   std::sort(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) {
     return std::pair(a.generation, a.hash_at) < std::pair(b.generation, b.hash_at);
   });
-  for (std::size_t first = 0; first < offers.size();) {
-    std::size_t end = first;
-    builder.begin();
-    for (; end < offers.size() && offers[end].generation == offers[first].generation; ++end) {
-      const Offer& offer = offers[end];
-      const std::uint32_t chunk_tokens = groups[raw(offer.group)].chunk_tokens;
-      builder.add_marked(offer.group, offer.tokens, chunk_tokens,
-                         (offer.tokens - 1) % chunk_tokens + 1, offer.block,
-                         std::span(offer_hashes).subspan(offer.hash_at, hash_width));
-    }
-    Save& save = start_save(offers[first].request, offers[first].generation, {}, now, true);
-    for (std::size_t i = first; i < end; ++i) {
-      save.tags.push_back(state_mark(offers[i].group, offers[i].tokens));
-    }
-    first = end;
+  std::size_t first = 0;
+  try {
+    while (first < offers.size()) first = plan_offers_of(first, now);
+  } catch (...) {
+    offers.erase(offers.begin(), offers.begin() + static_cast<std::ptrdiff_t>(first));
+    throw;
   }
   offers.clear();
   offer_hashes.clear();
+}
+
+// All of one request, as one job.
+std::size_t StoreScheduler::Impl::plan_offers_of(std::size_t first, Instant now) {
+  const auto building = builder.begin();
+  Save save{offers[first].request, offers[first].generation, {}, now, false, {}, {}};
+  std::size_t end = first;
+  for (; end < offers.size() && offers[end].generation == save.generation; ++end) {
+    const Offer& offer = offers[end];
+    const std::uint32_t chunk_tokens = groups[raw(offer.group)].chunk_tokens;
+    builder.add_marked(offer.group, offer.tokens, chunk_tokens,
+                       (offer.tokens - 1) % chunk_tokens + 1, offer.block,
+                       std::span(offer_hashes).subspan(offer.hash_at, hash_width));
+    save.tags.push_back(state_mark(offer.group, offer.tokens));
+  }
+  start_save(std::move(save), true);
+  return end;
 }
 
 // A full pool takes no states either (R50).
@@ -198,7 +211,7 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
   if (it == saves.end()) return;
   Save save = std::move(it->second);
   saves.erase(it);
-  if (options.tell_changes) tell_stored(save, end, now);
+  if (options.tell_changes) if_memory([&] { tell_stored(save, end, now); });
   counters.save_time.add(now - save.planned_at);
   counters.saved_objects += end.objects;
   counters.duplicate_objects += end.duplicates;
@@ -219,8 +232,8 @@ void StoreScheduler::Impl::end_save(const JobEvent& end, Instant now) {
     backoff_until = now + options.backoff;
   }
 
-  warn_of_silence(end);
-  remember_saved(save, end, now);
+  if_memory([&] { warn_of_silence(end); });
+  if_memory([&] { remember_saved(save, end, now); });
   Request* const request = find(save.request, save.generation);
   if (request == nullptr) return;
   if (save.prompt_end) {
@@ -324,7 +337,7 @@ void StoreScheduler::save(RequestId id, const TokenRange& range, const BlockRows
 void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const TokenRange& wanted,
                                       const BlockRows& rows, Instant now) {
   begin_plan();
-  builder.begin();
+  const auto building = builder.begin();
   ranges.clear();
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::uint32_t chunk_tokens = groups[g].chunk_tokens;
@@ -336,20 +349,19 @@ void StoreScheduler::Impl::plan_steps(RequestId id, Request& request, const Toke
   choose_chunks(request);
   const std::uint64_t skipped_before = counters.sources_skipped;
   const std::uint32_t reached = add_sources(request, wanted, rows);
+  if (!builder.runs().empty()) {
+    Save save{id, request.generation, wanted, now, false, {}, {}};
+    // Another request may need what this one left out.
+    if (counters.sources_skipped == skipped_before) {
+      save.tags.reserve((wanted.to - wanted.from) / step_tokens);
+      for (std::uint32_t from = wanted.from; from < wanted.to; from += step_tokens)
+        save.tags.push_back(tag_at(request, from));
+    }
+    start_save(std::move(save), false);
+  }
   request.planned = reached;
   // As in end_save: what is missing may never come, and the range would grow with the context.
   if (reached < wanted.to) request.retry_above = wanted.to + (wanted.to - reached);
-  if (builder.runs().empty()) {
-    builder.abandon();
-    return;
-  }
-  Save& save = start_save(id, request.generation, wanted, now, false);
-  // Another request may need what this one left out.
-  if (counters.sources_skipped != skipped_before) return;
-  save.tags.reserve((wanted.to - wanted.from) / step_tokens);
-  for (std::uint32_t from = wanted.from; from < wanted.to; from += step_tokens) {
-    save.tags.push_back(tag_at(request, from));
-  }
 }
 
 void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::uint32_t tokens) {
@@ -378,10 +390,15 @@ void StoreScheduler::boundary(RequestId id, GroupId group, BlockId block, std::u
   // An engine offers a state again when it computes it again, e.g. after a preemption.
   const std::uint64_t mark = state_mark(*index, tokens);
   auto& handed_off = request->handed_off;
-  const auto place = std::lower_bound(handed_off.begin(), handed_off.end(), mark);
-  if (place != handed_off.end() && *place == mark) return;
-  handed_off.insert(place, mark);
+  if (std::binary_search(handed_off.begin(), handed_off.end(), mark)) return;
   const auto hash = s.hashes_of(*request)[tokens / s.hash_tokens - 1];
+  // What can fail comes first: an offer's block must have been taken.
+  detail::make_room(handed_off, 1);
+  detail::make_room(s.offers, 1);
+  detail::make_room(s.offer_hashes, hash.size());
+  detail::make_room(s.acquired, 1);
+  s.make_room_for_ends(1);
+  handed_off.insert(std::lower_bound(handed_off.begin(), handed_off.end(), mark), mark);
   s.offers.push_back({id, request->generation, *index, block, tokens, s.offer_hashes.size()});
   s.offer_hashes.insert(s.offer_hashes.end(), hash.begin(), hash.end());
   s.acquired.push_back(block);

@@ -181,7 +181,20 @@ bool StoreScheduler::Impl::could_fail(JobId job, std::span<const FailedChunk> fa
   });
 }
 
+void StoreScheduler::Impl::warn_of_quarantine(Instant now) {
+  incident("blocks went to quarantine", now);
+  const auto held_back = quarantine_lines.pass(now);
+  if (!held_back) return;
+  log(LogLevel::kWarning,
+      with_held_back(fmt::format("job {} of request {} is not quiet after {} s: its blocks are "
+                                 "held until the client that moves them is gone",
+                                 raw(event.job), raw(event.request),
+                                 options.quarantine_after.ns / 1'000'000'000),
+                     *held_back));
+}
+
 // Turns what has become final in the ledger into load ends, watermarks and released references.
+// What is taken out of the ledger comes no second time, so that nothing behind it may fail.
 void StoreScheduler::Impl::settle(Instant now) {
   ledger.advance(now);
   while (ledger.take_outcome(event)) {
@@ -190,13 +203,13 @@ void StoreScheduler::Impl::settle(Instant now) {
     worker_silent = event.whole && event.outcome == JobOutcome::kExpired;
     if (worker_silent) {
       flight.add(now, FlightKind::kExpired, raw(event.request), raw(event.job));
-      incident("a rank has not told the outcome of a job", now);
+      if_memory([&] { incident("a rank has not told the outcome of a job", now); });
     }
     if (event.kind == JobKind::kSave) {
       end_save(event, now);
     } else if (const auto load = loads.find(raw(event.job)); load != loads.end()) {
       sort_mismatches(load->second);
-      remember_unloadable(load->second, event, now);
+      if_memory([&] { remember_unloadable(load->second, event, now); });
       // Its end may be far: whoever watches need not wait for it.
       if (event.outcome == JobOutcome::kExpired && !load->second.overtaken) loads_fail = true;
     }
@@ -204,16 +217,7 @@ void StoreScheduler::Impl::settle(Instant now) {
   while (ledger.take_quarantined(event)) {
     flight.add(now, FlightKind::kQuarantine, raw(event.request), raw(event.job),
                ledger.blocks_held());
-    incident("blocks went to quarantine", now);
-    if (const auto held_back = quarantine_lines.pass(now)) {
-      log(LogLevel::kWarning,
-          with_held_back(
-              fmt::format("job {} of request {} is not quiet after {} s: its blocks are held until "
-                          "the client that moves them is gone",
-                          raw(event.job), raw(event.request),
-                          options.quarantine_after.ns / 1'000'000'000),
-              *held_back));
-    }
+    if_memory([&] { warn_of_quarantine(now); });
     const auto load = loads.find(raw(event.job));
     if (load != loads.end() && options.detach_quarantined_loads && !load->second.reported)
       end_load(event.job, load->second, event, false, now);
@@ -452,7 +456,8 @@ void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {
     detail::write_load_ends(s.load_ends, s.recorded);
     call.result_of(s.recorded);
   }
-  std::move(s.load_ends.begin(), s.load_ends.end(), std::back_inserter(out));
+  out.insert(out.end(), std::make_move_iterator(s.load_ends.begin()),
+             std::make_move_iterator(s.load_ends.end()));
   s.load_ends.clear();
 }
 void StoreScheduler::take_acquired(std::vector<BlockId>& out) {

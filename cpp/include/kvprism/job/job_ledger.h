@@ -57,7 +57,7 @@ struct LedgerCounters {
 
 // Used by the store and the peer scheduler alike.
 // Ownership: value. Threads: one, the scheduler's. Errors: none; odd notices are counted and
-// harmless (R11).
+// harmless (R11). Where there is no memory, nothing has happened.
 class KVPRISM_API JobLedger {
  public:
   explicit JobLedger(const LedgerOptions& options);
@@ -68,6 +68,8 @@ class KVPRISM_API JobLedger {
   // A new job that holds one reference on each of `blocks` until it is quiet on every rank.
   // At `deadline` it gets the outcome kExpired if a rank has not given one.
   JobId start(JobKind kind, RequestId request, std::span<const BlockId> blocks, Instant deadline);
+  // The id of the job that is started next.
+  JobId next() const noexcept;
 
   // One rank's notice. The failed chunks are those of `report`.
   void notice(Rank rank, const JobReport& report, std::span<const FailedChunk> failed, Instant now);

@@ -262,7 +262,8 @@ struct StoreSchedulerCounters {
 };
 
 // Ownership: shares schema and index. Threads: one, the engine's. No call blocks; every call is
-// harmless for unknown requests and idempotent where an engine repeats it.
+// harmless for unknown requests and idempotent where an engine repeats it. Errors: std::bad_alloc
+// where memory runs out; what the call had begun is whole, and it can be made again.
 class KVPRISM_API StoreScheduler {
  public:
   // Throws Error (kInvalidConfig) with all problems: what validate_store reports, epoch 0, a bound
