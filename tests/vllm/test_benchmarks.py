@@ -56,12 +56,12 @@ def test_the_benches_with_engines(
     name: str,
     arguments: list[str],
     arms: set[str],
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     assert importlib.import_module(name).main() == 0
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert "DIFFERENT" not in text
     assert json.loads(text.splitlines()[-1])["results"].keys() == arms
