@@ -84,13 +84,16 @@ std::shared_ptr<StoreHandle> memory_store(std::shared_ptr<MemoryPool> pool, doub
 // Where this interpreter imports from: a distribution that it finds is found.
 std::vector<std::string> site_packages() {
   std::vector<std::string> folders;
+  std::error_code unknown;
+  const std::string here = std::filesystem::current_path(unknown).string();
   const nb::object path = nb::module_::import_("sys").attr("path");
   for (const nb::handle entry : path) {
     if (!nb::isinstance<nb::str>(entry)) continue;
     std::string folder = nb::cast<std::string>(entry);
     std::error_code error;
-    // "" is the working directory, where anybody's library may lie.
-    const bool usable = !folder.empty() && std::filesystem::is_directory(folder, error);
+    // Not the working directory, where anybody's library may lie.
+    const bool usable = std::filesystem::path(folder).is_absolute() &&
+                        std::filesystem::is_directory(folder, error) && folder != here;
     if (usable && std::find(folders.begin(), folders.end(), folder) == folders.end())
       folders.push_back(folder);
   }

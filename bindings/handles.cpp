@@ -232,6 +232,7 @@ CloseReport BoundWorker::close_once(Duration budget) {
   if (ended_ || owner_ != getpid()) return close_report_;
   ended_ = true;
   const Instant until = monotonic_now() + budget;
+  close_report_.unquiet = 1;  // until it is known
   close_report_ = pump_ ? pump_->stop(budget) : worker_->close(monotonic_now(), budget);
   handle_->close(std::max(Duration{}, until - monotonic_now()));
   return close_report_;

@@ -308,9 +308,8 @@ Raises:
   nb::class_<Finder>(
       module, "HitSearch",
       "The longest usable prefix over several groups, for many existence maps a call. A map has a "
-      "byte for each hash of a group, the groups one after another. One call at a time; another "
-      "one "
-      "meanwhile raises ArgumentError.")
+      "byte for each hash of a group, the groups one after another. One call at a time: a second "
+      "thread gets an ArgumentError.")
       .def(nb::init<const Projection&>(), "projection"_a, R"(Searches over the stored groups.
 
 Args:

@@ -337,8 +337,8 @@ void bind_detector(nb::module_& m) {
   nb::class_<BoundDetector>(m, "SimRingDetector",
                             R"(Recognises bytes of scratch rings wherever they are.
 
-Made from tokens alone: it knows nothing of keys, hashes, blocks or objects. One call at a time; another
-one meanwhile raises ArgumentError.)")
+Made from tokens alone: it knows nothing of keys, hashes, blocks or objects. One call at a
+time: a second thread gets an ArgumentError.)")
       .def(
           "__init__",
           [](BoundDetector* self, const std::shared_ptr<const Projection>& projection) {

@@ -75,7 +75,7 @@ install_packages() {
 update_package_lists() {
   local text
   local end=$((SECONDS + APT_WAIT_SECONDS))
-  until text="$(apt-get update -qq 2>&1)"; do
+  until text="$(LC_ALL=C apt-get update -qq 2>&1)"; do
     if [[ "$text" != *"Could not get lock"* ]] || [ "$SECONDS" -ge "$end" ]; then
       printf '%s\n' "$text"
       return 1

@@ -231,7 +231,7 @@ TEST(BlockingStore, ARegionThatCouldNotBeTakenBackIsTakenBackByTheNextAttempt) {
     return end.broken;
   };
   BlockingStoreOptions options = quick();
-  options.region_timeout = kvprism::milliseconds(50);
+  options.region_timeout = kvprism::seconds(1);
   BlockingStore store(factory_of(script), options);
   std::array<std::byte, 64> memory{};
   const Region region{memory.data(), memory.size(), -1};
@@ -247,6 +247,27 @@ TEST(BlockingStore, ARegionThatCouldNotBeTakenBackIsTakenBackByTheNextAttempt) {
   store.remove_region(region);
   EXPECT_TRUE(script->regions_of(1).empty());
   EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+}
+
+TEST(BlockingStore, ARegionOfAClientThatHangsIsNotTakenBackBeforeItIsGone) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_unregister = [&](int client, const Region&) {
+    if (client == 0) gate->pass();
+  };
+  BlockingStoreOptions options = quick();
+  options.region_timeout = kvprism::seconds(1);
+  BlockingStore store(factory_of(script), options);
+  std::array<std::byte, 64> memory{};
+  const Region region{memory.data(), memory.size(), -1};
+  store.add_region(region);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const std::string why = message_of([&] { store.remove_region(region); });
+    EXPECT_NE(why.find("until the client is gone (retired_now is 0)"), std::string::npos) << why;
+  }
+  gate->open();
+  store.remove_region(region);
+  EXPECT_TRUE(script->is_torn_down(0));
 }
 
 // A maker that hangs must not keep the store off, nor whoever changes its memory waiting.

@@ -1,15 +1,22 @@
 // What the Mooncake client asks of a library whose answers the test decides.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "backend/exit_guard.h"
 #include "backend/mooncake_native.h"
 
 namespace kvprism {
@@ -21,6 +28,8 @@ struct Native {
   static inline int sizes = 0;
   static inline std::deque<std::int64_t> size_answers;
   static inline bool fills = false;
+  static inline std::atomic<bool> registering = false;
+  static inline std::chrono::milliseconds registration{0};
 
   // As Mooncake: the buffers of a call's last item with a key are those of all items with it.
   static std::vector<int> fill(const mooncake::Strings& keys, const mooncake::BufferLists& buffers,
@@ -49,7 +58,11 @@ struct Native {
            std::size_t, const std::string&, const std::string&, const std::string&,
            const std::shared_ptr<mooncake::NativeEngine>&, const std::string&, bool,
            const std::string&, const std::string&, bool, int) { return 0; };
-    library.store.register_buffer = [](mooncake::NativeClient*, void*, std::size_t) { return 0; };
+    library.store.register_buffer = [](mooncake::NativeClient*, void*, std::size_t) {
+      registering = true;
+      std::this_thread::sleep_for(registration);
+      return 0;
+    };
     library.store.batch_get_into_multi_buffers =
         [](mooncake::NativeClient*, const mooncake::Strings& keys,
            const mooncake::BufferLists& buffers, const mooncake::LengthLists& lengths, bool) {
@@ -104,6 +117,35 @@ class NativeCalls : public testing::Test {
   std::array<std::byte, 64> memory_{};
   std::unique_ptr<BlockingClient> client_;
 };
+
+// A process that exits with status 3 while memory is registered for so long.
+[[noreturn]] void exit_while_registering(BlockingClient& client, std::chrono::milliseconds length) {
+  detail::end_native_calls_at_exit();
+  std::atexit([] { std::fputs("a handler", stderr); });
+  Native::registering = false;
+  Native::registration = length;
+  static std::array<std::byte, 8> memory;
+  std::thread([&] { client.register_region({memory.data(), memory.size(), -1}); }).detach();
+  while (!Native::registering) std::this_thread::yield();
+  std::exit(3);
+}
+
+using NativeCallsDeathTest = NativeCalls;
+
+TEST_F(NativeCallsDeathTest, AnExitWaitsForACallThatReturns) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(exit_while_registering(*client_, std::chrono::milliseconds(300)),
+              testing::ExitedWithCode(3), "a handler");
+}
+
+// What handlers destroy is still used.
+TEST_F(NativeCallsDeathTest, AnExitLeavesHandlersOutForACallThatDoesNotReturn) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto began = std::chrono::steady_clock::now();
+  EXPECT_EXIT(exit_while_registering(*client_, std::chrono::minutes(10)),
+              testing::ExitedWithCode(3), testing::Not(testing::HasSubstr("a handler")));
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::minutes(1));
+}
 
 // Each question to a dead master takes seconds, and the call is not quiet before it returns.
 TEST_F(NativeCalls, ADeadMasterIsAskedForOneSize) {

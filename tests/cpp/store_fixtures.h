@@ -152,7 +152,10 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
       fail(ErrorCode::kUnavailable, "region", {"length", "1", "luck", {}});
     regions.push_back(region);
   }
-  void remove_region(const Region& region) override { std::erase(regions, region); }
+  void remove_region(const Region& region) override {
+    if (keeps_regions) fail(ErrorCode::kUnavailable, "region", {"thread", "none", "one", {}});
+    std::erase(regions, region);
+  }
 
   // Ends the oldest call of a list; missing results are kOk with the item's bytes.
   void end_lookup(std::vector<ItemStatus> statuses) {
@@ -205,6 +208,7 @@ class ScriptedStore final : public ObjectStore, public ObjectIndex {
   std::map<std::string, int> present;
   std::vector<Region> regions;
   std::size_t fail_region_at = SIZE_MAX;
+  bool keeps_regions = false;
   std::size_t throw_region_at = SIZE_MAX;
   bool device_memory = true;
   bool refuse = false;

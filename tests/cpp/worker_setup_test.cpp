@@ -70,6 +70,20 @@ TEST_F(WorkerTest, RegistrationIsAllOrNothing) {
   failing->fail_region_at = 1;
   EXPECT_THROW(StoreWorker(schema, two, failing, {}), Error);
   EXPECT_THAT(failing->regions, IsEmpty());
+
+  // Whoever is told of a timeout keeps the memory: it may still be registered, whatever the reason.
+  failing = std::make_shared<ScriptedStore>();
+  failing->fail_region_at = 1;
+  failing->keeps_regions = true;
+  try {
+    StoreWorker(schema, two, failing, {});
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kTimedOut);
+    ASSERT_EQ(error.problems().size(), 2u);
+    EXPECT_EQ(error.problems()[1].path, "thread");
+  }
+  EXPECT_EQ(failing->regions.size(), 1u);
 }
 
 // A store without accelerators would copy from addresses that are none of the host's.

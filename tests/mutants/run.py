@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -72,9 +73,18 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A row; JSON takes the last of two equal names, and a mutant would be lost."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        fail(f"a name stands twice in one row: {[name for name, _ in pairs]}")
+    return row
+
+
 def load(path: Path = HERE / "mutants.json") -> list[Mutant]:
     mutants = []
-    for number, row in enumerate(json.loads(path.read_text(encoding="utf-8")), 1):
+    rows = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    for number, row in enumerate(rows, 1):
         mutants.append(
             Mutant(
                 number=number,

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from run import HEADER, HERE, ROOT, fail, load, mutate, run_or_fail, write_if_changed
+from run import HEADER, HERE, ROOT, fail, load, mutate, run_or_fail, unique, write_if_changed
 
 BUILD = ROOT / "build/mutants-units"
 RELEASE = ROOT / "build/release"
@@ -54,7 +54,7 @@ SWITCH = """#include <cstdlib>
 extern "C" int kvprism_mutant;
 int kvprism_mutant = std::getenv("KVPRISM_MUTANT") ? std::atoi(std::getenv("KVPRISM_MUTANT")) : 0;
 """
-ROW = json.loads((HERE / "units.json").read_text("utf-8"))
+ROW = json.loads((HERE / "units.json").read_text("utf-8"), object_pairs_hook=unique)
 TEST_OF = {row["id"]: row["test"] for row in ROW}
 HANGS = {row["id"] for row in ROW if row.get("hangs")}
 BOUND_SECONDS = 30.0  # of one test, which takes some seconds at most

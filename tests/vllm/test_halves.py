@@ -1112,3 +1112,35 @@ def test_a_step_is_saved_while_its_caller_handles_an_exception(
         worker.clear()
     assert stored_and_failed(worker, engine) == (4, 0)
     worker.close()
+
+
+class Interrupted:
+    """A StoreWorker in whose first close a signal arrives; what that says is lost."""
+
+    def __init__(self, worker: Any, unquiet: int) -> None:
+        self._worker = worker
+        self._unquiet = unquiet
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def close(self, timeout_seconds: float) -> int:
+        self._worker.close(timeout_seconds)
+        if not self._closed:
+            self._closed = True
+            raise KeyboardInterrupt
+        return self._unquiet
+
+
+@pytest.mark.parametrize("unquiet", [0, 1])
+def test_after_a_close_that_was_interrupted_memory_is_not_released_unseen(
+    engine: Engine, mooncake: LocalMooncake, described: Any, unquiet: int
+) -> None:
+    worker, _ = failing_worker(engine, mooncake, described, f"interrupted {unquiet}")
+    worker._worker = Interrupted(worker._worker, unquiet)
+    with pytest.raises(KeyboardInterrupt):
+        worker.close()
+    assert not worker.released
+    assert worker.close() == unquiet
+    assert worker.released == (unquiet == 0)

@@ -13,6 +13,9 @@ using namespace detail;  // NOLINT(google-build-using-namespace)
 
 namespace {
 
+constexpr const char* kStillThere =
+    "the memory must stay mapped until the client is gone (retired_now is 0)";
+
 Error late(const Region& region, std::string expected, Duration limit, std::string hint) {
   return Error(ErrorCode::kTimedOut, std::string(kSubject),
                {{"region", std::to_string(region.length) + " bytes",
@@ -73,8 +76,7 @@ std::exception_ptr BlockingStore::Core::change_region(Lock& lock,
   const char* what = add ? "registering memory" : "unregistering memory";
   retire(generation, std::string(what) + " takes too long");
   return std::make_exception_ptr(
-      late(region, std::string("an end of ") + what, options.region_timeout,
-           "the memory must stay mapped until the client is gone (retired_now is 0)"));
+      late(region, std::string("an end of ") + what, options.region_timeout, kStillThere));
 }
 
 std::exception_ptr BlockingStore::Core::change_present(Lock& lock, const Region& region, bool add,
@@ -150,7 +152,10 @@ void BlockingStore::add_region(const Region& region) {
       case RegionTable::Fit::kNew:
         if (core.current == nullptr) refuse(ErrorCode::kUnavailable, "a usable client");
         error = core.change_present(lock, region, true, end);
-        if (error == nullptr) core.regions.insert(region);
+        if (error == nullptr) {
+          core.regions.insert(region);
+          std::erase(core.unreleased, region);
+        }
         break;
     }
   } catch (...) {
@@ -174,9 +179,16 @@ void BlockingStore::remove_region(const Region& region) {
   }
   std::exception_ptr error;
   if (known && core.current != nullptr) error = core.change_present(lock, region, false, end);
-  // Clients on their way out may have it, too.
-  if (error == nullptr && core.counters.retired_now == 0) std::erase(core.unreleased, region);
   core.end_regions();
+  if (error == nullptr && core.is_unreleased(region)) {
+    // The client that it was not taken back from may be on its way out.
+    if (core.changed.wait_until(lock, end, [&] { return core.counters.retired_now == 0; })) {
+      std::erase(core.unreleased, region);
+    } else {
+      error = std::make_exception_ptr(late(region, "an end of a client that may have it",
+                                           core.options.region_timeout, kStillThere));
+    }
+  }
   if (error != nullptr) std::rethrow_exception(error);
 }
 

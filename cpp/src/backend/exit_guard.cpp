@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <iostream>
 #include <thread>
 
 namespace kvprism::detail {
@@ -15,6 +16,7 @@ namespace {
 std::atomic<int> under_way = 0;
 std::atomic<bool> leaving = false;
 std::atomic<bool> flushed = false;
+std::atomic<pid_t> process = 0;  // whose calls these are
 
 constexpr std::chrono::seconds kCallLimit{2};
 constexpr std::chrono::seconds kFlushLimit{1};
@@ -35,6 +37,8 @@ void end_calls(int status, void*) {
   // A thread that reads a stream has its lock, perhaps for ever.
   try {
     std::thread([] {
+      std::cout.flush();
+      std::clog.flush();
       std::fflush(nullptr);
       flushed = true;
     }).detach();
@@ -47,15 +51,11 @@ void end_calls(int status, void*) {
 
 // The objects of a thread go before all static ones, also those that were made after them; a
 // handler that is set then is the first to run, and has the status.
-class MainThreadEnd {
- public:
+struct MainThreadEnd {
+  pid_t process = 0;
   ~MainThreadEnd() {
-    if (::gettid() == maker_) ::on_exit(&end_calls, nullptr);
+    if (::gettid() == process) ::on_exit(&end_calls, nullptr);
   }
-
- private:
-  // A forked child has copies of the counts, and no threads that could lower them.
-  const pid_t maker_ = ::getpid();
 };
 
 }  // namespace
@@ -67,6 +67,12 @@ NativeCall::NativeCall() noexcept {
 
 NativeCall::~NativeCall() { --under_way; }
 
-void end_native_calls_at_exit() noexcept { thread_local const MainThreadEnd end; }
+void end_native_calls_at_exit() noexcept {
+  thread_local MainThreadEnd end;
+  const pid_t here = ::getpid();
+  // A forked child has copies of the counts, and no threads that could lower them.
+  if (process.exchange(here) != here) under_way = 0;
+  end.process = here;
+}
 
 }  // namespace kvprism::detail

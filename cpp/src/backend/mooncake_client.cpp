@@ -326,6 +326,8 @@ class MooncakeClient final : public BlockingClient {
  private:
   // Why it failed; empty: it did not.
   std::string register_piece(const Region& piece) {
+    const detail::NativeCall call;
+    if (!call) return "an end of the process";
     try {
       const int code = native_functions_.register_buffer(native_.get(), piece.base, piece.length);
       return code == 0 ? std::string() : detail::mooncake_code_text(code);
@@ -636,11 +638,11 @@ std::unique_ptr<BlockingClient> make_client(const MooncakeOptions& options,
       return accepted_by_probe(file.path, master->address());
     };
   }
-  const detail::NativeCall call;
-  if (!call) fail(ErrorCode::kClosed, kSubject, {"process", "exiting", "a running one", {}});
   const mooncake::Library& library = mooncake::open_library(request);
   pid_t none = 0;
   first_user.compare_exchange_strong(none, ::getpid());
+  const detail::NativeCall call;
+  if (!call) fail(ErrorCode::kClosed, kSubject, {"process", "exiting", "a running one", {}});
   return detail::make_mooncake_client(library, options, master);
 }
 

@@ -14,13 +14,13 @@ void give_regions_back(ObjectStore& store, std::span<const Region> regions) {
   bool late = false;
   std::vector<Problem> more;
   for (auto region = regions.rbegin(); region != regions.rend(); ++region) {
+    // Whatever the reason, a store that has not taken it back may still have it.
     try {
       store.remove_region(*region);
     } catch (const Error& undo) {
-      late |= undo.code() == ErrorCode::kTimedOut;
+      late = true;
       more.insert(more.end(), undo.problems().begin(), undo.problems().end());
     } catch (const std::exception& undo) {
-      // A store that cannot say what became of it may still have it.
       late = true;
       more.push_back({"region", undo.what(), "an end of unregistering memory", {}});
     }

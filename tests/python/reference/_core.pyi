@@ -757,7 +757,7 @@ class HitGroup:
 
 class HitSearch:
     """
-    The longest usable prefix over several groups, for many existence maps a call. A map has a byte for each hash of a group, the groups one after another. One call at a time; another one meanwhile raises ArgumentError.
+    The longest usable prefix over several groups, for many existence maps a call. A map has a byte for each hash of a group, the groups one after another. One call at a time: a second thread gets an ArgumentError.
     """
 
     def __init__(self, projection: Projection) -> None:
@@ -2559,8 +2559,8 @@ class SimRingDetector:
     """
     Recognises bytes of scratch rings wherever they are.
 
-    Made from tokens alone: it knows nothing of keys, hashes, blocks or objects. One call at a time; another
-    one meanwhile raises ArgumentError.
+    Made from tokens alone: it knows nothing of keys, hashes, blocks or objects. One call at a
+    time: a second thread gets an ArgumentError.
     """
 
     def __init__(self, projection: Projection) -> None:
