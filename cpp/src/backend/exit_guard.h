@@ -21,8 +21,8 @@ class NativeCall {
 
 // If the calling thread is the main one, its exit first ends native calls: none begins any more,
 // and those under way have two seconds. With one that has not returned by then, the process ends
-// with its status and the C streams, std::cout and std::clog flushed, but without the destructors
-// and handlers that are left.
+// with its status and the C streams flushed, but without the destructors and handlers that are
+// left.
 void end_native_calls_at_exit() noexcept;
 
 }  // namespace kvprism::detail
