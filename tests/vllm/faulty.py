@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 _open_store = worker_side.open_store
+LATE = {"delay_seconds": 0.2, "delay": 1.0}
 
 
 class CheckedConnector(KVPrismConnector):
@@ -29,9 +30,14 @@ class CheckedConnector(KVPrismConnector):
         super().__init__(*arguments, **named)
 
 
-def _with_faults(seed: int = 1, **faults: float) -> None:
+def _with_faults(*kinds: dict[str, float], seed: int = 1) -> None:
+    """Each of them befalls every operation: one injector draws one fault of an operation."""
+
     def opened(*arguments: Any, **options: Any) -> Any:
-        return kvprism.inject_faults(_open_store(*arguments, **options), seed=seed, **faults)
+        store = _open_store(*arguments, **options)
+        for kind in kinds:
+            store = kvprism.inject_faults(store, seed=seed, **kind)
+        return store
 
     worker_side.open_store = opened  # type: ignore[assignment]
 
@@ -41,7 +47,7 @@ class OneRankLateConnector(KVPrismConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._vllm_config.parallel_config.rank == 1:
-            _with_faults(delay_seconds=0.2, delay=1.0)
+            _with_faults(LATE)
         super().register_kv_caches(kv_caches)
 
 
@@ -51,13 +57,13 @@ class SomeRanksFailConnector(KVPrismConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         rank = str(self._vllm_config.parallel_config.rank)
-        faults: dict[str, float] = {}
+        faults: list[dict[str, float]] = []
         if rank in os.environ["FAILING"].split(","):
-            faults["vanished"] = 1.0
+            faults.append({"vanished": 1.0})
         if rank in os.environ.get("LATE", "").split(","):
-            faults |= {"delay_seconds": 0.2, "delay": 1.0}
+            faults.append(LATE)
         if faults:  # each rank lacks blocks of its own
-            _with_faults(seed=1 + int(rank), **faults)
+            _with_faults(*faults, seed=1 + int(rank))
         super().register_kv_caches(kv_caches)
 
 
