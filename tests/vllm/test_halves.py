@@ -105,7 +105,7 @@ class Engine:
         self.tables: dict[str, list[Any]] = {}
         self.preempted: set[str] | None = None
 
-    def request(self, name: str, tokens: list[int], **parameters: Any) -> Any:
+    def request(self, name: str, tokens: list[int], adapter: Any = None, **parameters: Any) -> Any:
         from vllm import SamplingParams
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
@@ -115,6 +115,7 @@ class Engine:
             tokens,
             SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": parameters or None}),
             None,
+            lora_request=adapter,
             block_hasher=get_request_block_hasher(BLOCK, _hash),
         )
         self.half.new_request(request)
@@ -634,6 +635,24 @@ def test_a_client_can_keep_its_request_out_of_the_store(engine: Engine) -> None:
     assert engine.half.lookup(other, 0) == (0, False)
     assert engine.half.counters()["lookups"] == 0
     engine.allocate(other, len(TOKENS))
+    assert engine.step(b=len(TOKENS)).plan
+
+
+@pytest.mark.parametrize("kept_out", [True, False])
+def test_adapters_that_hashes_know_by_their_names_alone_are_kept_out(
+    engine: Engine, kept_out: bool
+) -> None:
+    """vLLM 0.30: the adapter's path is not in the hash."""
+    from vllm.lora.request import LoRARequest
+
+    engine.half._names_adapters_alone = kept_out
+    request = engine.request("a", TOKENS, adapter=LoRARequest("sql", 1, "/adapters/v1"))
+    assert (engine.half.lookup(request, 0) == (0, False)) == kept_out
+    assert engine.half.counters()["lookups"] == (0 if kept_out else 1)
+    engine.allocate(request, len(TOKENS))
+    assert bool(engine.step(a=len(TOKENS)).plan) != kept_out
+    plain = engine.request("b", TOKENS)
+    engine.allocate(plain, len(TOKENS))
     assert engine.step(b=len(TOKENS)).plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,34 @@ def test_pages_of_two_sizes_in_a_wrapper() -> None:
             for name in group.layer_names
         )
         assert object_of(segments, raw, 0, block) == wanted
+
+
+def test_a_page_that_is_laid_out_by_the_kernel_s_block_is_not_split() -> None:
+    """NVFP4: data and scales of each kernel block lie apart (flashinfer.py)."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+
+    spec = FullAttentionSpec(
+        block_size=POSITIONS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float16
+    )
+    made, raw = engine("LBHNC", {"0": spec})
+    group = {
+        "kind": "full_attention",
+        "layers": ["0"],
+        "block_size": POSITIONS,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD,
+        "dtype": "float16",
+    }
+    projection = described(made, "LBHNC", [group])
+    whole, split = (views("LBHNC", made, raw, kernel) for kernel in (None, 4))
+    segment_map(projection, made, split)
+    packed = dataclasses.replace(spec, kv_quant_mode=KVQuantMode.NVFP4)
+    made.kv_cache_groups[0].kv_cache_spec = packed
+    segment_map(projection, made, whole)
+    with pytest.raises(kvprism.ConfigError) as caught:
+        segment_map(projection, made, split)
+    assert "kv_cache_tensors[0].kernel_block_size = 4: expected whole blocks" in str(caught.value)
 
 
 @pytest.mark.parametrize("kernel", [None, 4])

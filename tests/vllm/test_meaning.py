@@ -32,6 +32,7 @@ MEANS: dict[str, dict[str, Any]] = {
         "dtype": "torch.float16",
         "hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 12345.0}),
         "hf_overrides": {"hidden_act": "gelu"},
+        "hf_config_path": "/another/config",
         "quantization": "fp8",
         "quantization_config": {"ignore": ["lm_head"]},
         "model_impl": "transformers",
@@ -114,8 +115,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "enable_return_routed_experts served_model_name io_processor_plugin",
         "the tokens, which are in the hash": "tokenizer tokenizer_mode tokenizer_revision "
         "skip_tokenizer_init enable_prompt_embeds",
-        "what comes to be in hf_config": "hf_text_config hf_config_path config_format "
-        "is_submodel_config",
+        "what comes to be in hf_config": "hf_text_config config_format is_submodel_config",
         "the specs of the groups": "disable_sliding_window",
         "who may do what": "trust_remote_code allowed_local_media_path allowed_media_domains "
         "hf_token allow_deprecated_quantization",
@@ -216,7 +216,9 @@ OTHERWISE: dict[str, dict[str, str]] = {
 
 
 # Variables of vLLM whose names sound as if they changed bytes.
-SUSPECT = re.compile("QUANT|DTYPE|INT4|INT8|FP4|FP8|MXFP|KV_CACHE|LAYOUT|VIDEO|AUDIO")
+SUSPECT = re.compile(
+    "QUANT|DTYPE|INT4|INT8|FP4|FP8|MXFP|KV_CACHE|LAYOUT|VIDEO|AUDIO|ROUTING|SIMULAT|A[0-9]+W[0-9]+|SITU"
+)
 OTHER_VARIABLES = {
     "what may be started": "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
     "what may be asked for": "VLLM_AUDIO_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT "
@@ -275,6 +277,42 @@ def test_a_variable_that_changes_the_bytes_changes_the_keys(
     for value in ("int8", "fp8"):
         monkeypatch.setenv(name, value)
         seen.add(fingerprint(vllm_config))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    "fact", ["amx", "architecture", "platform", "fp8"], ids=lambda fact: str(fact)
+)
+def test_a_processor_that_packs_otherwise_has_other_keys(
+    fact: str, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.platforms import current_platform
+
+    tiles = torch.cpu._is_amx_tile_supported()
+    plain = fingerprint(vllm_config)
+    platform = type(current_platform)
+    place, name, value = {
+        "amx": (torch.cpu, "_is_amx_tile_supported", lambda: not tiles),
+        "architecture": (platform, "get_cpu_architecture", lambda: SimpleNamespace(name="ARM")),
+        "platform": (platform, "device_name", "another"),
+        "fp8": (platform, "fp8_dtype", lambda: torch.float8_e4m3fnuz),
+    }[fact]
+    monkeypatch.setattr(place, name, staticmethod(value) if callable(value) else value)
+    assert fingerprint(vllm_config) != plain
+    if fact == "platform":
+        monkeypatch.setattr(platform, "is_cuda", staticmethod(lambda: True))
+        assert meaning.facts_of_options(vllm_config)["platform"] is None
+
+
+def test_functions_that_change_a_configuration_are_told_apart(vllm_config: Any) -> None:
+    def one(config: Any) -> Any:
+        return config
+
+    def another(config: Any) -> Any:
+        return config
+
+    seen = {fingerprint(vllm_config, hf_overrides=each) for each in (None, one, another)}
     assert len(seen) == 3
 
 

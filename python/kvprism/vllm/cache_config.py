@@ -610,6 +610,15 @@ def segment_map(
         kernels = {_kernel_block_size(view, kv_cache_config.num_blocks) for view in views.values()}
         if len(kernels) > 1:
             problems.add(path, sorted(kernels), "one kernel block size for its layers")
+        if any(kernels) and not _LAID_OUT_BY_KERNEL_BLOCKS.isdisjoint(
+            _modes(kv_cache_config, placed.layers)
+        ):
+            problems.add(
+                f"{path}.kernel_block_size",
+                max(kernels),
+                "whole blocks: NVFP4 lays data and scales apart in each block of the kernel",
+                "start vLLM with --block-size at a size that its attention backend takes whole",
+            )
         layout = projection.kv_layout
         for name, view in views.items():
             found = view.stride(0) * view.element_size()
@@ -642,6 +651,21 @@ def segment_map(
         )
     problems.raise_if_any("KV cache tensors")
     return SegmentMap(projection, tensors)
+
+
+# Blocks of another kernel size would be other bytes under the same keys.
+_LAID_OUT_BY_KERNEL_BLOCKS = {"NVFP4"}
+
+
+def _modes(kv_cache_config: Any, layers: Iterable[str]) -> set[str]:
+    """vLLM's quantisation modes of these layers."""
+    found = set()
+    for group in kv_cache_config.kv_cache_groups:
+        inside = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+        for layer in set(layers).intersection(group.layer_names):
+            spec = inside.get(layer, group.kv_cache_spec)
+            found.add(getattr(getattr(spec, "kv_quant_mode", None), "name", ""))
+    return found
 
 
 def _kernel_block_size(view: Any, num_blocks: int) -> int:

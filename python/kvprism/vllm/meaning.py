@@ -23,9 +23,12 @@ ENVIRONMENT = (
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
     "VLLM_VIDEO_LOADER_BACKEND",
 )
 
@@ -52,9 +55,13 @@ def as_json(value: Any) -> Any:
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
         }
-    # Others may print their address; PyTorch's dtypes are the ones that occur.
+    # Others may print their address; PyTorch's dtypes are the ones that occur, and functions.
     text = str(value)
-    return text if text.startswith("torch.") else type(value).__name__
+    if text.startswith("torch."):
+        return text
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return type(value).__name__
 
 
 def facts_of_options(vllm_config: Any) -> dict[str, Any]:
@@ -63,7 +70,8 @@ def facts_of_options(vllm_config: Any) -> dict[str, Any]:
     return {
         "config": as_json(_as_given(_config_of(model))),
         # Also of what models write: that much of the configuration above is left out.
-        "overrides": _chosen(model, "hf_overrides"),
+        "overrides": _chosen(model, "hf_overrides", "hf_config_path"),
+        "platform": _platform(),
         "code": _code(model),
         "loaded": _loaded(vllm_config, vllm_config.load_config, model),
         "positions": _long_rope(model),
@@ -247,6 +255,24 @@ def _originals(config: Mapping[str, Any], outer: int | None) -> Iterator[int]:
             yield from _originals(value, original)
 
 
+def _platform() -> list[str] | None:
+    """Where attention packs pages in the processor's own way, and what its fp8 is; None: CUDA."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        return None
+    # ROCm's fp8 is another one before gfx950.
+    found = [str(current_platform.device_name), str(current_platform.fp8_dtype())]
+    if current_platform.is_cpu():
+        import torch
+
+        # Keys and values lie in AMX's tiles where it has them, else by rows.
+        tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+        found.append(current_platform.get_cpu_architecture().name)
+        found.append("amx" if tiles is not None and tiles() else "")
+    return found
+
+
 # Drafts that are found among the tokens: no model, no cache.
 _WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
@@ -299,7 +325,7 @@ def _media(model: Any) -> dict[str, Any] | None:
 
 
 def _adapters(vllm_config: Any) -> dict[str, Any] | None:
-    """What is used of an adapter; hashes know its name and path."""
+    """What is used of an adapter; hashes know its name and, since vLLM 0.31, its path."""
     adapters = vllm_config.lora_config
     if adapters is None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from .._core import GroupId, StoreScheduler
 from ..logs import forward_log
 from .arrivals import Arrivals
-from .cache_config import Described
+from .cache_config import Described, hash_generation
 from .control_file import MODES, ControlFile
 from .events import Announcer
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
@@ -122,6 +122,7 @@ class SchedulerSide:
         self._stirred = False  # the counters may have changed
         self._purging = False
         self._cuts_hashes = _cuts_hashes()
+        self._names_adapters_alone = hash_generation() == "plain"
         self._cache_misnamed = False
         self._resets = 0  # that have emptied vLLM's own cache
         self._stages = stages  # of several: told with the next step
@@ -476,6 +477,10 @@ class SchedulerSide:
 
     def _restrict(self, tracked: _Tracked) -> None:
         """A client may keep its request out: kv_transfer_params {"kvprism": {"save": false}}."""
+        if self._names_adapters_alone and tracked.request.lora_request is not None:
+            # Another path under the same name would be other bytes.
+            self._core.restrict(tracked.number, load=False, save=False)
+            return
         parameters = getattr(tracked.request, "kv_transfer_params", None)
         wish = parameters.get("kvprism") if isinstance(parameters, Mapping) else None
         if not isinstance(wish, Mapping):
