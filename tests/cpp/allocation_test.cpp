@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "kvprism/job/job_ledger.h"
 #include "kvprism/store/store_worker.h"
 #include "store_fixtures.h"
 
@@ -231,6 +232,33 @@ TEST_F(AllocationTest, ALoadCostsTheSameForAnyNumberOfBlocks) {
   EXPECT_EQ(small, large);
   EXPECT_LE(small, 16u);
   RecordProperty("allocations_per_load_job", static_cast<int>(small));
+}
+
+TEST(LedgerAllocation, WhatRanksTellOfOneJobIsNotCopiedForEachOfThem) {
+  constexpr std::uint32_t kRanks = 64;
+  constexpr std::uint32_t kFailed = 100;
+  JobLedger ledger(LedgerOptions{kRanks});
+  const JobId job =
+      ledger.start(JobKind::kLoad, RequestId{1}, std::vector<BlockId>{BlockId{4}}, Instant{1});
+  JobReport told;
+  told.job = job;
+  told.outcome = JobOutcome::kPartial;
+  std::vector<std::vector<FailedChunk>> failed(kRanks);
+  for (std::uint32_t i = 0; i < kRanks * kFailed; ++i)
+    failed[i / kFailed].push_back(
+        {StoreIndex{0}, i, static_cast<std::uint32_t>(ItemStatus::kMissing)});
+  std::uint64_t before = allocations;
+  for (std::uint32_t rank = 0; rank < kRanks; ++rank)
+    ledger.notice(Rank{rank}, told, failed[rank], Instant{});
+  EXPECT_LE(allocations - before, 10u);
+  before = allocations;
+  for (std::uint32_t rank = 0; rank < kRanks; ++rank)
+    ledger.notice(Rank{rank}, told, failed[rank], Instant{});
+  EXPECT_EQ(allocations - before, 0u) << "a second notice adds nothing";
+  JobEvent event;
+  ASSERT_TRUE(ledger.take_outcome(event));
+  EXPECT_EQ(event.failed.size(), std::size_t{kRanks} * kFailed);
+  EXPECT_EQ(ledger.counters().duplicate_notices, kRanks);
 }
 
 }  // namespace

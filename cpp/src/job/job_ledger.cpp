@@ -184,33 +184,29 @@ void JobLedger::notice(Rank rank, const JobReport& report, std::span<const Faile
     ++impl_->counters.unknown_notices;
     return;
   }
-  // What can fail comes first.
-  if (!failed.empty()) job->failed.reserve(job->failed.size() + failed.size());
   const std::uint64_t bit = std::uint64_t{1} << raw(rank);
+  const bool told = report.outcome != JobOutcome::kNone;
+  const bool again = told && (job->outcome_ranks & bit) != 0;
+  const bool counts = told && !again && !job->final;
+  // What can fail comes first.
+  if (counts) job->failed.insert(job->failed.end(), failed.begin(), failed.end());
   const bool newly_quiet = report.quiet != 0 && (job->quiet_ranks & bit) == 0;
   if (report.quiet != 0 && !newly_quiet) ++impl_->counters.duplicate_notices;
   // Before the outcome: what is quiet when it settles needs no watch.
   if (newly_quiet) job->quiet_ranks |= bit;
-  if (report.outcome != JobOutcome::kNone) {
-    if ((job->outcome_ranks & bit) != 0) {
-      ++impl_->counters.duplicate_notices;
-    } else {
-      job->outcome_ranks |= bit;
-      if (job->final) {
-        ++impl_->counters.late_notices;
-      } else {
-        if (severity(report.outcome) > severity(job->outcome)) job->outcome = report.outcome;
-        // What failed and names no chunk has failed whole.
-        const bool named =
-            report.outcome == JobOutcome::kPartial || report.outcome == JobOutcome::kExpired;
-        job->whole |= report.outcome != JobOutcome::kOk && !(named && !failed.empty());
-        job->failed.insert(job->failed.end(), failed.begin(), failed.end());
-        job->bytes += report.bytes;
-        job->objects += report.objects;
-        job->duplicates += report.duplicates;
-        if (job->outcome_ranks == impl_->all_ranks) impl_->settle(report.job, *job, now);
-      }
-    }
+  if (again) ++impl_->counters.duplicate_notices;
+  if (told) job->outcome_ranks |= bit;
+  if (told && !again && job->final) ++impl_->counters.late_notices;
+  if (counts) {
+    if (severity(report.outcome) > severity(job->outcome)) job->outcome = report.outcome;
+    // What failed and names no chunk has failed whole.
+    const bool named =
+        report.outcome == JobOutcome::kPartial || report.outcome == JobOutcome::kExpired;
+    job->whole |= report.outcome != JobOutcome::kOk && !(named && !failed.empty());
+    job->bytes += report.bytes;
+    job->objects += report.objects;
+    job->duplicates += report.duplicates;
+    if (job->outcome_ranks == impl_->all_ranks) impl_->settle(report.job, *job, now);
   }
   if (newly_quiet) impl_->queue_quiet(report.job, *job);
 }
