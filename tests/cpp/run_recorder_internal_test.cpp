@@ -19,9 +19,12 @@ TEST(RunRecord, NothingIsBuiltForARecordingThatHasEnded) {
   EXPECT_FALSE(recorder.on());
   int filled = 0;
   {
-    const detail::RecordedCall call(&recorder, detail::RunCall::kPurge, Instant{},
-                                    [&](detail::RunWriter) { ++filled; });
-    EXPECT_FALSE(call.wanted());
+    detail::RecordedCall call(&recorder, detail::RunCall::kPurge, Instant{},
+                              [&](detail::RunWriter) { ++filled; });
+    call.result_of([&] {
+      ++filled;
+      return std::span<const std::byte>();
+    });
   }
   EXPECT_EQ(filled, 0);
 }

@@ -3,16 +3,25 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "failing_memory.h"
+#include "kvprism/backend/run_file.h"
+#include "kvprism/store/replay_run.h"
 #include "kvprism/store/store_scheduler.h"
 #include "store_fixtures.h"
 
@@ -57,6 +66,21 @@ class RichIndex final : public ObjectIndex {
 
  private:
   std::shared_ptr<ScriptedStore> inner_;
+};
+
+// A sink in memory.
+struct Recording {
+  std::vector<std::byte> bytes;
+  int cuts = 0;
+
+  RunSink sink() {
+    return {[](void* to, std::span<const std::byte> more) {
+              auto& all = static_cast<Recording*>(to)->bytes;
+              all.insert(all.end(), more.begin(), more.end());
+              return true;
+            },
+            this, [](void* to) { ++static_cast<Recording*>(to)->cuts; }};
+  }
 };
 
 constexpr RequestId kLoading{1};
@@ -211,6 +235,8 @@ TEST_F(SchedulerExceptionTest, AQuestionThatThrowsIsAMissAndMayBeUnderWay) {
   for (const bool taken : {false, true}) {
     StoreSchedulerOptions options;
     options.epoch = 7;
+    Recording recording;
+    options.record = recording.sink();
     build(options);
     const HashList known{hashes.bytes.data(), 7, Hashes::kWidth};
     ASSERT_TRUE(scheduler->lookup(kLoading, 30, known, 0, now).pending);
@@ -218,6 +244,7 @@ TEST_F(SchedulerExceptionTest, AQuestionThatThrowsIsAMissAndMayBeUnderWay) {
     index->takes_the_batch = taken;
     EXPECT_THROW(scheduler->end_step(now), std::runtime_error);
     EXPECT_EQ(scheduler->tracked(), 1u) << "the request";
+    EXPECT_EQ(recording.cuts, 1);
     now = now + options.lookup_timeout;
     const LookupResult late = scheduler->lookup(kLoading, 30, known, 0, now);
     EXPECT_FALSE(late.pending);
@@ -226,10 +253,91 @@ TEST_F(SchedulerExceptionTest, AQuestionThatThrowsIsAMissAndMayBeUnderWay) {
     scheduler->purge(now);
     scheduler->end_step(now);
     EXPECT_EQ(store->removals.size(), taken ? 0u : 1u) << "a question may renew leases";
+    const ReplayRunResult replay = replay_run(recording.bytes);
+    EXPECT_TRUE(replay.same) << replay.difference;
+    EXPECT_EQ(replay.calls, 1u) << "the lookup before it";
+    EXPECT_EQ(replay.ignored_bytes, 0u);
+    EXPECT_EQ(recording.cuts, 1);
     if (!taken) continue;
     store->answer_lookup();
     scheduler->end_step(now);
     EXPECT_EQ(store->removals.size(), 1u) << "it is quiet";
+  }
+}
+
+// What it had not come to is as lost as a report that never came.
+TEST_F(SchedulerExceptionTest, AReportThatLacksMemoryIsAskedForAgain) {
+  int again = 0;
+  for (int allowed = 0; !HasFailure(); ++allowed) {
+    SCOPED_TRACE(allowed);
+    ASSERT_LT(allowed, 100);
+    until_failure = INT32_MAX;
+    build({.epoch = 7});
+    begin_load();
+    step();
+    ASSERT_EQ(promised.size(), 1u);
+    WorkerReport told;
+    told.epoch = 7;
+    told.jobs = {{JobId{promised[0]}, JobOutcome::kPartial, 1, 0, 1, 0, 0, 0}};
+    told.failed = {{StoreIndex{0}, 2, static_cast<std::uint32_t>(ItemStatus::kChecksumMismatch)}};
+    std::vector<std::byte> bytes;
+    encode(told, bytes);
+    until_failure = allowed;
+    guarded([&] { EXPECT_TRUE(scheduler->report(bytes, now)); });
+    until_failure = INT32_MAX;
+    const bool done = thrown == 0;
+    for (int turn = 0; turn < 20; ++turn) {
+      now = now + seconds(40);
+      asked.clear();
+      step();
+      const std::vector<JobId> open = asked;
+      for (const JobId job : open) {
+        EXPECT_EQ(raw(job), promised[0]);
+        report(job, JobOutcome::kFailed, {});
+        ++again;
+      }
+    }
+    EXPECT_EQ(ended[promised[0]], 1);
+    std::sort(acquired.begin(), acquired.end());
+    std::sort(released.begin(), released.end());
+    EXPECT_EQ(acquired, released);
+    EXPECT_EQ(scheduler->counters().ledger.alive, 0u);
+    if (done) break;
+  }
+  EXPECT_GT(again, 0);
+}
+
+// Whether memory lacks for the recording or for the call, what is recorded is the run up to there,
+// and no file says that nothing follows.
+TEST_F(SchedulerExceptionTest, WhicheverAllocationFailsARecordingEndsBeforeIt) {
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("kvprism-short-" + std::to_string(::getpid()));
+  for (int allowed = 0; !HasFailure(); ++allowed) {
+    SCOPED_TRACE(allowed);
+    ASSERT_LT(allowed, 2000);
+    bool done = false;
+    {
+      RunFile file(path.string());
+      StoreSchedulerOptions options{.epoch = 7};
+      options.record = file.sink();
+      build(options);
+      until_failure = allowed;
+      live();
+      done = until_failure >= 0;
+      until_failure = INT32_MAX;
+      wind_down();
+      scheduler.reset();
+    }
+    std::ifstream file(path, std::ios::binary);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    std::filesystem::remove(path);
+    std::vector<std::byte> bytes(text.size());
+    std::memcpy(bytes.data(), text.data(), text.size());
+    const ReplayRunResult replay = replay_run(bytes);
+    EXPECT_TRUE(replay.same) << replay.difference;
+    EXPECT_EQ(replay.ended, done);
+    EXPECT_EQ(replay.ignored_bytes, 0u);
+    if (done) break;
   }
 }
 

@@ -15,7 +15,7 @@ namespace kvprism {
 
 struct RunFile::Impl {
   int file = -1;
-  bool whole = true;   // nothing of it has been refused
+  bool whole = true;   // nothing of it has been refused or cut
   bool begun = false;  // something is in it
   const pid_t owner = ::getpid();
   std::string path;
@@ -65,7 +65,7 @@ RunSink RunFile::sink() noexcept {
   return {[](void* context, std::span<const std::byte> bytes) {
             return static_cast<Impl*>(context)->write(bytes);
           },
-          impl_.get()};
+          impl_.get(), [](void* context) { static_cast<Impl*>(context)->whole = false; }};
 }
 
 }  // namespace kvprism

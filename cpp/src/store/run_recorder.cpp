@@ -26,8 +26,6 @@ std::string run_program() {
   return std::string("kvprism ") + kVersionString + ", " + compiler + __VERSION__;
 }
 
-void RecordedCall::result_of(std::span<const std::byte> bytes) { result_ = hash_words(bytes); }
-
 RunRecorder::RunRecorder(const RunSink& sink, const KeySchema& schema,
                          const StoreSchedulerOptions& options)
     : sink_(sink) {
@@ -61,11 +59,16 @@ void RunRecorder::flush() noexcept {
   buffer_.clear();
 }
 
-void RunRecorder::ran_out() noexcept {
-  buffer_.clear();
+void RunRecorder::ran_out() noexcept { cut("the recording has ended: no memory for it"); }
+
+void RunRecorder::call_threw() noexcept { cut("the recording has ended: a call has thrown"); }
+
+void RunRecorder::cut(std::string_view line) noexcept {
   if (!on()) return;
+  buffer_.clear();
   sink_.write = nullptr;
-  log(LogLevel::kWarning, "the recording has ended: no memory for it");
+  if (sink_.cut != nullptr) sink_.cut(sink_.context);
+  log(LogLevel::kWarning, line);
 }
 
 RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal) {
@@ -83,28 +86,36 @@ RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* remova
   return start;
 }
 
+std::optional<RunStart> RunRecorder::describe(OpId op, const ObjectBatch& batch,
+                                              const Removal* removal) noexcept {
+  std::optional<RunStart> start;
+  attempt([&] { start = describe_start(op, batch, removal); });
+  return start;
+}
+
 bool RecordingIndex::start_exists(OpId op, std::unique_ptr<ObjectBatch>& batch, Instant now,
                                   Instant deadline) {
-  if (!recorder_->on()) return index_->start_exists(op, batch, now, deadline);
-  RunStart start = describe_start(op, *batch, nullptr);
-  start.accepted = index_->start_exists(op, batch, now, deadline) ? 1 : 0;
-  recorder_->record(RunKind::kIndexStart, deadline,
-                    [&](RunWriter writer) { writer.append(&start, sizeof(start)); });
-  return start.accepted != 0;
+  const auto start = recorder_->describe(op, *batch, nullptr);
+  return started(start, deadline, index_->start_exists(op, batch, now, deadline));
 }
 
 bool RecordingIndex::start_remove(OpId op, std::unique_ptr<ObjectBatch>& batch,
                                   const Removal& removal, Instant now, Instant deadline) {
-  if (!recorder_->on()) return index_->start_remove(op, batch, removal, now, deadline);
-  RunStart start = describe_start(op, *batch, &removal);
-  start.accepted = index_->start_remove(op, batch, removal, now, deadline) ? 1 : 0;
-  recorder_->record(RunKind::kIndexStart, deadline,
-                    [&](RunWriter writer) { writer.append(&start, sizeof(start)); });
-  return start.accepted != 0;
+  const auto start = recorder_->describe(op, *batch, &removal);
+  return started(start, deadline, index_->start_remove(op, batch, removal, now, deadline));
+}
+
+bool RecordingIndex::started(std::optional<RunStart> start, Instant deadline,
+                             bool accepted) noexcept {
+  if (start) {
+    start->accepted = accepted ? 1 : 0;
+    recorder_->record(RunKind::kIndexStart, deadline,
+                      [&](RunWriter writer) { writer.append(&*start, sizeof(*start)); });
+  }
+  return accepted;
 }
 
 bool RecordingIndex::poll_index(Instant now, Completion& out) {
-  if (!recorder_->on()) return index_->poll_index(now, out);
   if (!index_->poll_index(now, out)) {
     recorder_->record(RunKind::kIndexIdle, now, [](RunWriter) {});
     return false;

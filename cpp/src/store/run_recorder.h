@@ -6,7 +6,9 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -63,6 +65,8 @@ struct RunRecordHead {
 };
 static_assert(sizeof(RunHeader) == 8 && sizeof(RunRecordHead) == 16);
 
+std::array<std::uint64_t, 2> hash_words(std::span<const std::byte> bytes);
+
 // The program that records: its version, and what has built it.
 std::string run_program();
 
@@ -105,6 +109,18 @@ class RunWriter {
   std::vector<std::byte>& out_;
 };
 
+// What an index start looks like in a recording.
+struct RunStart {
+  std::uint64_t op = 0;
+  std::uint32_t removal = 0;  // 0: exists; 1 + bits of Removal otherwise
+  std::uint32_t accepted = 0;
+  std::array<std::uint64_t, 2> keys{};  // their hash
+
+  bool operator==(const RunStart&) const = default;
+};
+static_assert(sizeof(RunStart) == 32);
+RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal);
+
 // Ownership: owns its buffer. Threads: one, the scheduler's.
 class RunRecorder {
  public:
@@ -113,7 +129,7 @@ class RunRecorder {
   // Without memory for it the recording ends, and what is recorded goes on.
   template <class Fill>
   void record(RunKind kind, Instant at, Fill fill) noexcept {
-    try {
+    attempt([&] {
       const std::size_t head = buffer_.size();
       buffer_.resize(head + sizeof(RunRecordHead));
       fill(RunWriter(buffer_));
@@ -121,11 +137,26 @@ class RunRecorder {
       filled.bytes = static_cast<std::uint32_t>(buffer_.size() - head - sizeof(RunRecordHead));
       std::memcpy(buffer_.data() + head, &filled, sizeof(filled));
       buffer_.resize((buffer_.size() + 7) & ~std::size_t{7});
+    });
+  }
+  // The same of what is to be recorded.
+  template <class Part>
+  void attempt(Part part) noexcept {
+    if (!on()) return;
+    try {
+      part();
     } catch (...) {
       ran_out();
     }
   }
-  // False once the sink takes no more.
+  // What an index start looks like; nothing where none is recorded.
+  std::optional<RunStart> describe(OpId op, const ObjectBatch& batch,
+                                   const Removal* removal) noexcept;
+  // The call that runs, and all behind it, is not recorded: a repetition would not lack the memory,
+  // or throw, and go on otherwise.
+  void ran_out() noexcept;
+  void call_threw() noexcept;
+  // False once the recording has ended.
   bool on() const noexcept { return sink_.write != nullptr; }
   // One call at a time; calls inside of it are its own business.
   bool enter() noexcept { return depth_++ == 0; }
@@ -136,14 +167,15 @@ class RunRecorder {
 
  private:
   void flush() noexcept;
-  void ran_out() noexcept;
+  void cut(std::string_view line) noexcept;
 
   RunSink sink_;
   std::vector<std::byte> buffer_;
   std::uint32_t depth_ = 0;
 };
 
-// Records a call from its beginning to the end of its scope. The result is 0 where none is told.
+// Records a call from its beginning to the end of its scope. The result is 0 where none is told. A
+// call that throws ends the recording: it has done a part of what a repetition would.
 class RecordedCall {
  public:
   template <class Fill>
@@ -159,6 +191,7 @@ class RecordedCall {
   }
   ~RecordedCall() {
     if (recorder_ == nullptr) return;
+    if (std::uncaught_exceptions() > exceptions_) recorder_->call_threw();
     if (outermost_) {
       recorder_->record(RunKind::kReturn, now_, [&](RunWriter writer) {
         for (const std::uint64_t word : result_) writer.put(word);
@@ -169,19 +202,24 @@ class RecordedCall {
   RecordedCall(const RecordedCall&) = delete;
   RecordedCall& operator=(const RecordedCall&) = delete;
 
-  bool wanted() const noexcept { return recorder_ != nullptr && outermost_; }
   void result(std::uint64_t first, std::uint64_t second = 0) noexcept { result_ = {first, second}; }
-  // Of more than two words: their hash.
-  void result_of(std::span<const std::byte> bytes);
+  // Of more than two words: the hash of the bytes that `make` returns, which is not called where
+  // none is recorded.
+  template <class Make>
+  void result_of(Make make) noexcept {
+    if (recorder_ != nullptr && outermost_)
+      recorder_->attempt([&] { result_ = hash_words(make()); });
+  }
 
  private:
   RunRecorder* recorder_;
   Instant now_;
+  int exceptions_ = std::uncaught_exceptions();
   bool outermost_ = false;
   std::array<std::uint64_t, 2> result_{};
 };
 
-// Passes everything on and records it.
+// Passes everything on and records it. One that throws leaves no record, and its call none either.
 class RecordingIndex final : public ObjectIndex {
  public:
   RecordingIndex(std::shared_ptr<ObjectIndex> index, std::shared_ptr<RunRecorder> recorder)
@@ -195,23 +233,12 @@ class RecordingIndex final : public ObjectIndex {
   CloseReport close_index(Duration budget) override { return index_->close_index(budget); }
 
  private:
+  // Records it, and returns `accepted`.
+  bool started(std::optional<RunStart> start, Instant deadline, bool accepted) noexcept;
+
   std::shared_ptr<ObjectIndex> index_;
   std::shared_ptr<RunRecorder> recorder_;
 };
-
-// What an index start looks like in a recording.
-struct RunStart {
-  std::uint64_t op = 0;
-  std::uint32_t removal = 0;  // 0: exists; 1 + bits of Removal otherwise
-  std::uint32_t accepted = 0;
-  std::array<std::uint64_t, 2> keys{};  // their hash
-
-  bool operator==(const RunStart&) const = default;
-};
-static_assert(sizeof(RunStart) == 32);
-RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal);
-
-std::array<std::uint64_t, 2> hash_words(std::span<const std::byte> bytes);
 
 void write_load_ends(std::span<const LoadEnd> ends, std::vector<std::byte>& out);
 

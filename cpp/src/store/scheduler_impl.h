@@ -443,11 +443,12 @@ struct StoreScheduler::Impl {
   void start_save(Save save, bool references_held);
   // For what is only remembered, told or logged: without memory it is left out. False: it was.
   template <class Part>
-  static bool if_memory(Part part) {
+  bool if_memory(Part part) {
     try {
       part();
       return true;
     } catch (const std::bad_alloc&) {
+      if (recorder) recorder->ran_out();  // a repetition would not leave it out
       return false;
     }
   }

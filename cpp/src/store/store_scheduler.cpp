@@ -366,10 +366,10 @@ const StepPlan& StoreScheduler::end_step(Instant now) {
   s.ledger.take_unquiet(now, kMostAsked, s.plan.asked);
   s.update_health(now);
   s.plan.step = ++s.step;
-  if (call.wanted()) {
+  call.result_of([&] {
     encode(s.plan.view(), s.recorded);
-    call.result_of(s.recorded);
-  }
+    return std::span<const std::byte>(s.recorded);
+  });
   std::swap(s.plan, s.sent);
   s.plan.clear();
   return s.sent;
@@ -451,11 +451,11 @@ void StoreScheduler::take_load_ends(std::vector<LoadEnd>& out) {
   Impl& s = *impl_;
   detail::RecordedCall call(s.recorder.get(), RunCall::kTakeLoadEnds, s.last_step_at,
                             [](RunWriter) {});
-  if (call.wanted()) {
+  call.result_of([&] {
     s.recorded.clear();
     detail::write_load_ends(s.load_ends, s.recorded);
-    call.result_of(s.recorded);
-  }
+    return std::span<const std::byte>(s.recorded);
+  });
   out.insert(out.end(), std::make_move_iterator(s.load_ends.begin()),
              std::make_move_iterator(s.load_ends.end()));
   s.load_ends.clear();
@@ -464,7 +464,7 @@ void StoreScheduler::take_acquired(std::vector<BlockId>& out) {
   Impl& s = *impl_;
   detail::RecordedCall call(s.recorder.get(), RunCall::kTakeAcquired, s.last_step_at,
                             [](RunWriter) {});
-  if (call.wanted()) call.result_of(std::as_bytes(std::span(s.acquired)));
+  call.result_of([&] { return std::as_bytes(std::span(s.acquired)); });
   out.insert(out.end(), s.acquired.begin(), s.acquired.end());
   s.acquired.clear();
 }
@@ -472,7 +472,7 @@ void StoreScheduler::take_released(std::vector<BlockId>& out) {
   Impl& s = *impl_;
   detail::RecordedCall call(s.recorder.get(), RunCall::kTakeReleased, s.last_step_at,
                             [](RunWriter) {});
-  if (call.wanted()) call.result_of(std::as_bytes(std::span(s.released)));
+  call.result_of([&] { return std::as_bytes(std::span(s.released)); });
   out.insert(out.end(), s.released.begin(), s.released.end());
   s.released.clear();
 }

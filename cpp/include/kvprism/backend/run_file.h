@@ -10,7 +10,8 @@
 namespace kvprism {
 
 // Must outlive the scheduler that writes to it; when it is closed, it says in the file that nothing
-// follows, and takes a file away that no scheduler has written to. Each call of the scheduler is in
+// follows, unless the recording has ended before the run, and takes a file away that no scheduler
+// has written to. Each call of the scheduler is in
 // the file when it returns, so that a crash of the process loses none; a call waits for as long as
 // the file system takes for that. A forked child writes nothing. A tool for tests and incidents.
 // Ownership: owns the file. Threads: the scheduler's.

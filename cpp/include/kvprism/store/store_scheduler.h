@@ -81,10 +81,13 @@ KVPRISM_API std::string describe(const StoreHealth& health);
 
 // Where a scheduler's run is recorded. `write` gets whole records, at most once a call of the
 // scheduler, and must not call it; false, or an exception, ends the recording, and nothing is built
-// for it any more. A step waits for as long as `write` takes: a tool for tests and incidents.
+// for it any more. So does a call that throws, and what lacks memory: no repetition would go on as
+// the run does; `cut`, which must not throw, is told. A step waits for as long as `write` takes: a
+// tool for tests and incidents.
 struct RunSink {
   bool (*write)(void* context, std::span<const std::byte> bytes) = nullptr;
   void* context = nullptr;
+  void (*cut)(void* context) = nullptr;  // null: not told
 };
 
 // Where the flight record goes at an incident: a quarantine, a silent rank or a mismatch, at most
@@ -349,10 +352,12 @@ class KVPRISM_API StoreScheduler {
   // next end_step.
   const StepPlan& end_step(Instant now);
 
-  // One or several concatenated worker reports. Never throws. False when some of it could not be
-  // taken: bytes that cannot be read, and all behind them (reports_malformed), jobs told of chunks
-  // that they do not move, or of statuses that there are not (the same: they count as failed), a
-  // report of another epoch (reports_foreign). The rest has been taken.
+  // One or several concatenated worker reports. False when some of it could not be taken: bytes
+  // that cannot be read, and all behind them (reports_malformed), jobs told of chunks that they do
+  // not move, or of statuses that there are not (the same: they count as failed), a report of
+  // another epoch (reports_foreign). The rest has been taken. Throws nothing but std::bad_alloc:
+  // jobs that it had not come to are as those of a lost report, which end by their timeout and are
+  // asked about.
   bool report(std::span<const std::byte> bytes, Instant now);
   bool report(const WorkerReport& report, Instant now);
 
