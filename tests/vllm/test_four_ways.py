@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "ring_llama": (ATTENTION, 2432),
     "ring_qwen3next": (STATES, 2048),
 }
+LONG = {"qwen3next_fine": [pytest.mark.soak]}
 BUILTIN = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 
 
@@ -86,7 +87,10 @@ def builtin_environment(mooncake: LocalMooncake, folder: Path) -> dict[str, str]
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS],
+    params=[
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *LONG.get(name, ())])
+        for name in MODELS
+    ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     name = request.param

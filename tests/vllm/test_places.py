@@ -323,7 +323,7 @@ def test_a_producer_looks_up_unless_it_shall_not(lookup: bool, mooncake: LocalMo
     half = roles(vllm_config, mooncake.master, name, role="kv_producer", **options)[0](whole)
     hashes = [bytes([at]) * 32 for at in range(4)]
     request = SimpleNamespace(request_id="a", num_tokens=100, num_prompt_tokens=100)
-    request.block_hashes, request.kv_transfer_params = hashes, None
+    request.block_hashes, request.kv_transfer_params, request.lora_request = hashes, None, None
     assert half.get_num_new_matched_tokens(request, 0) == ((None, False) if lookup else (0, False))
     assert half._half().counters()["lookups"] == lookup
     half.shutdown()

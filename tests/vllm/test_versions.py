@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,19 +247,15 @@ def test_every_spec_class_can_be_translated(version: str) -> None:
 
 def test_their_classes(version: str) -> None:
     """The contract, the gallery and the layouts, with the classes of that version."""
-    here = Path(__file__).parent
-    files = ["test_contract.py", "test_gallery.py", "test_layouts.py", "test_places.py"]
-    files += ["test_meaning.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-o", "filterwarnings=", "-o", "testpaths="]
-    done = subprocess.run(
-        command + [str(here / name) for name in files],
-        env={**os.environ, **harness.ENVIRONMENT, **versions.environment(version)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    script = Path(__file__).with_name("classes_run.py")
+    with tempfile.TemporaryFile("w+") as log, open(os.devnull) as nothing:
+        files = (nothing.fileno(), log.fileno(), log.fileno())
+        process = harness.EngineProcess(script, *files, versions.environment(version))
+        status = process.wait(900.0)
+        log.seek(0)
+        text = log.read()
+    assert status == 0, text[-8000:]
+    assert f"vLLM {version}" in text
 
 
 def test_an_engine_continues_from_the_store(version: str) -> None:
