@@ -1,4 +1,4 @@
-"""The tests of what kvprism makes of vLLM's classes, in a copy of a process with another version."""
+"""The tests of what kvprism makes of vLLM's classes, with those of another version."""
 
 from __future__ import annotations
 
