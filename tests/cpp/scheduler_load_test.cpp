@@ -511,6 +511,26 @@ TEST_F(SchedulerTest, NullShortAndForeignDestinationsFailTheLoad) {
   }
 }
 
+// A hit that needs no object is a load all the same, and its rank may end before it has told.
+TEST_F(SchedulerTest, ALoadOfNothingThatEndsWithItsRankIsOfferedAgain) {
+  const Hashes hashes(8, 1);
+  build({test::window_group(16, 1)});
+  exists(hashes, 64);
+  ASSERT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  const Rows rows({{0, 0, 0, 0}});
+  ASSERT_TRUE(scheduler->allocated(kRequest, 64, rows.get(), now).has_value());
+  const StepPlan& plan = scheduler->end_step(now);
+  ASSERT_EQ(plan.jobs.size(), 1u);
+  EXPECT_EQ(plan.jobs[0].num_runs, 0u);
+  scheduler->rank_gone(Rank{0}, now);
+  const auto ends = load_ends();
+  ASSERT_EQ(ends.size(), 1u);
+  EXPECT_EQ(ends[0].valid_tokens, 0u);
+  scheduler->preempted(kRequest);
+  EXPECT_EQ(settle_lookup(65, hashes, 0).external_tokens, 64u);
+  EXPECT_EQ(scheduler->counters().bypasses, 0u);
+}
+
 // The next token attends to itself alone, so the engine has no block before it.
 TEST_F(SchedulerTest, OfAWindowOfOneTokenNothingIsLoaded) {
   build({test::full_group(16), test::window_group(16, 1)});

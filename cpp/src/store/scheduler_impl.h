@@ -81,6 +81,7 @@ struct Load {
   std::uint32_t hit = 0;
   bool reported = false;
   bool overtaken = false;  // by a purge: what arrives is void
+  bool withheld = false;   // from all ranks: its tables were too short
   Instant planned_at;
   std::vector<std::uint32_t> tails;  // of the lookup: what its last chunks are named by
   std::vector<RunRecord> runs;       // first_id counts from the load's own ids

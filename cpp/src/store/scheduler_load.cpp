@@ -97,6 +97,7 @@ void StoreScheduler::Impl::plan_load(RequestId id, Request& request, const Block
   load.hit = hit;
   load.planned_at = now;
   load.tails = tails;
+  load.withheld = !complete_rows;
   // As in start_save: what can fail comes first.
   std::span<const BlockId> blocks;
   if (complete_rows) {
@@ -313,9 +314,9 @@ void StoreScheduler::Impl::end_load(JobId id, Load& load, const JobEvent& end, b
     }
     if (!void_all) save_anew(*request, load, end);
     if (anew) request->purged = false;
-    // What went with its rank is in the store as before. A load that no rank has got, because its
-    // tables were too short, is gone as well, and would be tried again at each step.
-    const bool lost = end.gone && !load.runs.empty();
+    // What went with its rank is in the store as before. A load that was withheld is gone as well,
+    // and would be tried again at each step.
+    const bool lost = end.gone && !load.withheld;
     if (!result.complete && !lost && !request->bypass) {
       request->bypass = true;
       ++counters.bypasses;
