@@ -190,7 +190,7 @@ bool Engine::Impl::start_waiting(Sequence& sequence, std::uint32_t& budget, Inst
           rank.memory->open(destination.group, destination.block);
       }
       sequence.phase = Sequence::Phase::kLoading;
-      observer->load_started(sequence.id, *job);
+      observer->load_started(sequence.id, *job, local, local + external);
       loads.emplace(raw(*job), std::move(load));
       first_start(sequence, local);
       return true;

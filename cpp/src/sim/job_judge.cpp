@@ -54,6 +54,8 @@ void JobJudge::hash_made(std::span<const std::uint8_t> hash,
 void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> tokens,
                          std::uint32_t local, const LookupResult& answer) {
   left_.erase(raw(request));
+  const bool may_load = mode_allows(JobKind::kLoad) && access(request).load && !purging_;
+  const bool first = may_load && looked_up_.insert(raw(request)).second;
   if (!answer.pending && !purging_ && !ends_later(request)) {
     sound_.insert(raw(request));
   } else {
@@ -127,6 +129,13 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
                              number(asked->second.at_least) + " are stored");
     }
     asked_.erase(asked);
+  } else if (clean_ && first && hit == local && !failed_loads_.contains(raw(request))) {
+    // Refused without a question.
+    const std::uint32_t stored = objects_.longest(trail, local, most, probed);
+    if (stored > local) {
+      fail("missed hit", "nobody asks for a hit of " + number(stored) + " tokens, " +
+                             number(local) + " of them local, which are stored");
+    }
   }
 }
 
@@ -280,7 +289,7 @@ void JobJudge::rank_died(std::uint32_t rank) {
     job.lost[rank] = true;
     if (job.kind == JobKind::kSave && !everywhere(job.outcome_delivered)) cut_saves_.push_back(id);
   }
-  for (const auto& [job, request] : open_loads_) excused_loads_.insert(job);
+  for (const auto& [job, load] : open_loads_) excused_loads_.insert(job);
 }
 
 void JobJudge::rank_replaced(std::uint32_t rank) {
@@ -298,14 +307,14 @@ bool JobJudge::ends_later(RequestId request) const {
   });
 }
 
-void JobJudge::load_started(RequestId request, JobId job) {
+void JobJudge::load_started(RequestId request, JobId job, std::uint32_t local, std::uint32_t hit) {
   ++num_loads_;
   if (!access(request).load)
     fail("access", "request " + number(raw(request)) + " may not load and begins a load");
   if (!mode_allows(JobKind::kLoad))
     fail("mode", "a load begins in mode " + std::string(to_string(mode_)));
   begun_.insert(raw(job));
-  if (!open_loads_.emplace(raw(job), request).second)
+  if (!open_loads_.emplace(raw(job), OpenLoad{request, local, hit}).second)
     fail("load end", "load job " + number(raw(job)) + " starts twice");
 }
 
@@ -317,10 +326,13 @@ void JobJudge::load_ended(const LoadEnd& end) {
           (end.blocks_quiet ? "" : ", not quiet"));
   }
   const auto job = jobs_.find(raw(end.job));
-  if (open_loads_.erase(raw(end.job)) != 1) {
+  const auto open = open_loads_.extract(raw(end.job));
+  if (open.empty()) {
     fail("load end",
          "load job " + number(raw(end.job)) +
              (ended_loads_.contains(raw(end.job)) ? " ends twice" : " was never promised"));
+  } else if (job != jobs_.end()) {
+    check_load_end(end, job->second, open.mapped());
   }
   ended_loads_.insert(raw(end.job));
   if (end.complete && overtaken_loads_.contains(raw(end.job)))
@@ -348,12 +360,12 @@ void JobJudge::purged() {
   asked_.clear();
   owed_.clear();
   owed_gone_.clear();
-  confirmed_.clear();
+  may_.clear();
   damaged_.clear();
   avoided_.assign(kAvoided, {});
   purging_ = true;
   sound_.clear();
-  for (const auto& [job, request] : open_loads_) {
+  for (const auto& [job, load] : open_loads_) {
     overtaken_loads_.insert(job);
     excused_loads_.insert(job);
   }
@@ -367,6 +379,7 @@ void JobJudge::forget(RequestId request) {
   asked_.erase(raw(request));
   failed_loads_.erase(raw(request));
   outdated_.erase(raw(request));
+  looked_up_.erase(raw(request));
   sound_.erase(raw(request));
 }
 
@@ -384,7 +397,7 @@ std::uint32_t JobJudge::junction(RequestId request) const {
 
 bool JobJudge::loading(RequestId request) const {
   return std::any_of(open_loads_.begin(), open_loads_.end(),
-                     [&](const auto& load) { return load.second == request; });
+                     [&](const auto& load) { return load.second.request == request; });
 }
 
 void JobJudge::acquired(std::span<const BlockId> blocks) {

@@ -107,10 +107,13 @@ class JobJudge final : public EngineObserver {
   // Whether all that the request has computed since it began, or began again, is to be stored:
   // neither a purge nor the end of a rank has come between.
   bool sound(RequestId request) const { return sound_.contains(raw(request)); }
-  void preempted(RequestId request) override { outdated_.erase(raw(request)); }
+  void preempted(RequestId request) override {
+    outdated_.erase(raw(request));
+    looked_up_.erase(raw(request));
+  }
   void left(RequestId request) override;
   void outdated(RequestId request) override { outdated_.insert(raw(request)); }
-  void load_started(RequestId request, JobId job) override;
+  void load_started(RequestId request, JobId job, std::uint32_t local, std::uint32_t hit) override;
   void load_ended(const LoadEnd& end) override;
   void acquired(std::span<const BlockId> blocks) override;
   void released(std::span<const BlockId> blocks) override;
@@ -153,9 +156,15 @@ class JobJudge final : public EngineObserver {
     std::array<bool, kMaxRanks> quiet_delivered{};
     std::vector<Piece> pieces;
     bool whole = false;          // a rank failed as a whole
+    bool in_time = false;        // of loads: the outcome was there before their bound
     bool named = true;           // its request was there when it was planned
     std::vector<Failed> failed;  // on any rank
     std::vector<Failed> late;    // told when the outcome was known: true, and nobody's duty
+  };
+  struct OpenLoad {
+    RequestId request{};
+    std::uint32_t local = 0;
+    std::uint32_t hit = 0;
   };
   // A save of the request, of which a rank that has ended had a part, has not ended yet.
   bool ends_later(RequestId request) const;
@@ -176,6 +185,10 @@ class JobJudge final : public EngineObserver {
   void save_delivered(Job& job, bool counts, bool present);
   void load_delivered(Job& job, bool in_time, bool present);
   void owe_gone(const Job& job, bool present);
+  void check_load_end(const LoadEnd& end, const Job& job, const OpenLoad& load);
+  static bool has_failed(const Job& job, const Piece& piece);
+  // The longest prefix of which the load has brought all that the engine has not.
+  std::uint32_t arrived(const Job& job, const OpenLoad& load) const;
   bool names_prefix(const StoreChange& change) const;
   std::string place_name(const ObjectPlace& place, std::string_view content) const;
 
@@ -209,7 +222,7 @@ class JobJudge final : public EngineObserver {
   std::vector<std::string>* trace_ = nullptr;
 
   std::map<std::uint64_t, Job> jobs_;
-  std::unordered_map<std::uint64_t, RequestId> open_loads_;  // by job
+  std::unordered_map<std::uint64_t, OpenLoad> open_loads_;  // by job
   std::unordered_set<std::uint64_t> ended_loads_;
   std::unordered_set<std::uint64_t> overtaken_loads_;  // by a purge
   std::unordered_set<std::uint64_t> excused_loads_;    // the same, or by the end of a rank
@@ -234,12 +247,13 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, Instant> asked_at_;         // the question being answered
   std::unordered_set<std::uint64_t> answered_;                  // the next question is a new one
   std::unordered_set<std::uint64_t> left_;                      // the scheduler forgets them
+  std::unordered_set<std::uint64_t> looked_up_;                 // since they began, or began again
 
-  // Announcements: contents that are owed one, or may have one.
+  // Announcements: contents that are owed one, or may have one, of each save that stored it.
   bool purging_ = false;
   std::unordered_map<std::string, std::int64_t> owed_;
   std::unordered_map<std::string, std::int64_t> owed_gone_;
-  std::unordered_set<std::string> confirmed_;
+  std::unordered_map<std::string, std::int64_t> may_;
   std::unordered_set<std::string> lost_;
   std::vector<GroupId> group_ids_;  // by store index
 

@@ -1,5 +1,6 @@
 // What workers tell of their jobs, and what follows from it.
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "kvprism/io/object_store.h"
@@ -33,6 +34,8 @@ bool JobJudge::hold_report(const WorkerReport& report) {
       fail("outcome", "job " + number(raw(entry.job)) + ", whose plan was lost, is told as " +
                           std::string(to_string(entry.outcome)));
     }
+    if (entry.outcome == JobOutcome::kPartial && entry.num_failed == 0)
+      fail("outcome", "job " + number(raw(entry.job)) + " fails in part and names no chunk");
     std::uint32_t& outcomes = found->second.outcomes[raw(report.rank)];
     std::uint32_t& quiets = found->second.quiets[raw(report.rank)];
     // A worker answers for a job that it has forgotten, never for one that moves.
@@ -78,7 +81,9 @@ void JobJudge::delivered(const WorkerReport& report, Instant now) {
     } else if (entry.outcome != JobOutcome::kNone) {
       job.outcome_delivered[rank] = true;
       for (const FailedChunk& chunk : failed) job.failed.push_back({rank, chunk});
-      job.whole |= entry.outcome == JobOutcome::kFailed || entry.outcome == JobOutcome::kCancelled;
+      job.whole |= entry.outcome == JobOutcome::kFailed ||
+                   entry.outcome == JobOutcome::kCancelled ||
+                   (entry.outcome != JobOutcome::kOk && failed.empty());
     }
     if (entry.quiet != 0) job.quiet_delivered[rank] = true;
     const bool outcome_now = everywhere(job.outcome_delivered);
@@ -125,12 +130,10 @@ void JobJudge::save_delivered(Job& job, bool counts, bool present) {
   // What ends while a purge waits for it is void, as is all before it.
   if (purging_) job.pieces.clear();
   for (Piece& piece : job.pieces) {
-    const bool failed = std::any_of(job.failed.begin(), job.failed.end(), [&](const Failed& one) {
-      return one.chunk.group == piece.group && one.chunk.chunk == piece.chunk;
-    });
+    const bool failed = has_failed(job, piece);
     if (!failed && !job.whole) {
       stored_.insert(piece.content);
-      confirmed_.insert(piece.content);
+      ++may_[piece.content];
       if (options_.tell_changes && counts && job.named) ++owed_[piece.content];
     }
     if (failed && !job.hand_off && counts && present) {
@@ -145,6 +148,7 @@ void JobJudge::save_delivered(Job& job, bool counts, bool present) {
 void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
   // A load that was given up knows no key once its request has left.
   const bool known = present || !options_.detach_quarantined_loads;
+  job.in_time = in_time;
   avoid_failed(job, in_time && !job.whole && known);
   for (const Failed& one : job.failed) {
     const auto status = static_cast<ItemStatus>(one.chunk.status);
@@ -173,6 +177,70 @@ void JobJudge::load_delivered(Job& job, bool in_time, bool present) {
       holes_[raw(job.request)].push_back(
           {piece->chunk * chunk_tokens_[stored], piece->content, true});
     }
+  }
+}
+
+bool JobJudge::has_failed(const Job& job, const Piece& piece) {
+  return std::any_of(job.failed.begin(), job.failed.end(), [&](const Failed& one) {
+    return one.chunk.group == piece.group && one.chunk.chunk == piece.chunk;
+  });
+}
+
+std::uint32_t JobJudge::arrived(const Job& job, const OpenLoad& load) const {
+  const auto has = [&](std::size_t stored, std::uint32_t chunk, std::uint32_t tokens) {
+    return std::any_of(job.pieces.begin(), job.pieces.end(), [&](const Piece& piece) {
+      if (raw(piece.group) != stored || piece.chunk != chunk || has_failed(job, piece))
+        return false;
+      const std::uint32_t wanted = std::min((chunk + 1) * chunk_tokens_[stored], tokens);
+      return positional_[stored] ? piece.tokens >= wanted : piece.tokens == wanted;
+    });
+  };
+  for (std::uint32_t tokens = load.hit; tokens > load.local; tokens -= objects_.alignment()) {
+    bool all = true;
+    for (std::size_t stored = 0; stored < objects_.num_stored() && all; ++stored) {
+      const GroupModel& group = objects_.stored_group(stored);
+      // The next token attends to itself only.
+      if (group.kind == GroupModel::Kind::kWindow && group.window == 1) continue;
+      for (std::uint32_t chunk = group.first_needed(tokens); chunk < group.chunks(tokens) && all;
+           ++chunk) {
+        all = (chunk + 1) * group.tokens <= load.local || has(stored, chunk, tokens);
+      }
+    }
+    if (all) return tokens;
+  }
+  return load.local;
+}
+
+// Of a load whose ranks have told what they lack: it counts on all the rest, and names what it
+// cannot count on.
+void JobJudge::check_load_end(const LoadEnd& end, const Job& job, const OpenLoad& load) {
+  if (!end.blocks_quiet || !job.in_time || job.whole || overtaken_loads_.contains(raw(end.job)) ||
+      cut_loads_.contains(raw(end.job))) {
+    return;
+  }
+  const auto place = [](const FailedBlock& block) {
+    return std::tuple(raw(block.group), block.chunk, raw(block.block));
+  };
+  std::vector<std::tuple<std::uint32_t, std::uint32_t, std::int32_t>> failed;
+  std::vector<std::tuple<std::uint32_t, std::uint32_t, std::int32_t>> told;
+  for (std::size_t i = 0; i < job.pieces.size(); ++i) {
+    const Piece& piece = job.pieces[i];
+    if (has_failed(job, piece))
+      failed.push_back(place({group_ids_[raw(piece.group)], piece.chunk, job.blocks[i]}));
+  }
+  for (const FailedBlock& block : end.failed) told.push_back(place(block));
+  std::sort(failed.begin(), failed.end());
+  std::sort(told.begin(), told.end());
+  const std::string what = "load job " + number(raw(end.job));
+  if (failed != told) {
+    fail("load end", what + " names " + number(told.size()) + " blocks as failed, and " +
+                         number(failed.size()) + " have");
+  }
+  const std::uint32_t valid = arrived(job, load);
+  if (end.valid_tokens != valid) {
+    fail("load end", what + " from " + number(load.local) + " to " + number(load.hit) +
+                         " tokens ends with " + number(end.valid_tokens) +
+                         " valid ones instead of " + number(valid));
   }
 }
 
@@ -234,10 +302,12 @@ void JobJudge::told(const StoreChange& change) {
   std::string content(change.hash.begin(), change.hash.end());
   content += number(static_cast<std::uint64_t>(group - group_ids_.begin()));
   if (trace_ != nullptr) trace("told as " + what);
-  if (!(change.stored ? confirmed_ : lost_).contains(content))
-    fail("event", "an event of what no report said, " + what);
+  if (change.stored ? may_[content]-- <= 0 : !lost_.contains(content))
+    fail("event", "an event of what no report said, or said less often, " + what);
   if (change.stored && purging_) fail("event", "a purge removes what is told as " + what);
-  --(change.stored ? owed_ : owed_gone_)[content];
+  // One that is not owed stands for no other that is.
+  std::int64_t& owed = (change.stored ? owed_ : owed_gone_)[content];
+  if (owed > 0) --owed;
 }
 
 std::string JobJudge::place_name(const ObjectPlace& place, std::string_view content) const {

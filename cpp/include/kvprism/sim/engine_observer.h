@@ -35,7 +35,8 @@ class EngineObserver {
   virtual void left(RequestId) {}
   // A purge has begun, and this request has computed tokens.
   virtual void outdated(RequestId) {}
-  virtual void load_started(RequestId, JobId) {}
+  // A load of the tokens from `local` to `hit`.
+  virtual void load_started(RequestId, JobId, std::uint32_t /*local*/, std::uint32_t /*hit*/) {}
   virtual void load_ended(const LoadEnd&) {}
   virtual void acquired(std::span<const BlockId>) {}
   virtual void released(std::span<const BlockId>) {}

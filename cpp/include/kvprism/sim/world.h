@@ -147,11 +147,12 @@ struct WorldResult {
 //   hit           what a lookup offers was stored, is a multiple of A, leaves enough to
 //                 compute; what a load names was stored
 //   bypass        after a failed load a request is offered nothing more, but where a rank has ended
-//   outcome       a worker tells at most one outcome of a job, and failed and quiet of one whose
-//                 plan it never got
+//   outcome       a worker tells at most one outcome of a job, names chunks where it failed in
+//                 part, and tells failed and quiet of one whose plan it never got
 //   quiet         and one quiet, not before the outcome; a load ends only when it is quiet, and
 //                 what a put's call reads before it is quiet is still what its key says
-//   load end      each promised load ends once
+//   load end      each promised load ends once, and one whose ranks have told in time what they
+//                 lack names just that as failed, and counts on all that is whole before it
 //   job id        no job is planned twice; none is reported that was not planned
 //   null block    no plan names the null block
 //   save range    saves are multiples of S, but for the end of a prompt
@@ -166,7 +167,7 @@ struct WorldResult {
 //   in flight     a put exceeds the limit on bytes in flight only alone
 //   held          no save begins while jobs hold more blocks than they may
 //   event         what the scheduler announces is what reports have said, or as gone what a lookup
-//                 has not found, by its right name
+//                 has not found, by its right name; as stored once for each save
 //   replay        a recorded run repeats its decisions, in one seed of 16
 //   foreign plan  plans of another digest, epoch, group or pool are refused
 //   engine        no call makes nonsense of the engine's state
@@ -179,7 +180,8 @@ struct WorldResult {
 //   close         a worker that closes tells an outcome of every job
 //
 // In worlds without faults also:
-//   missed hit    a lookup finds everything that was stored when it was asked
+//   missed hit    a lookup finds everything that was stored when it was asked, and is refused
+//                 without a question only where there is nothing to find
 //   missed load   every load is complete, but for those that a purge or the end of a rank cuts off
 //   not stored    what a finished request computed is in the store, up to a multiple of S, and
 //                 up to the end of its prompt where hits may end inside a block; with a retention
