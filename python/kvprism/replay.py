@@ -168,7 +168,14 @@ def replay(path: str, config: CacheConfig, store: ObjectStore, limit: int | None
             f" takes {config.num_blocks * block:,} bytes or more"
         ) from None
     engine = sim.Engine(
-        StoreScheduler(schema, store),
+        # How busy this machine is must not tell.
+        StoreScheduler(
+            schema,
+            store,
+            lookup_timeout_seconds=REQUEST_SECONDS,
+            load_timeout_seconds=REQUEST_SECONDS,
+            save_timeout_seconds=REQUEST_SECONDS,
+        ),
         StoreWorker(schema, memory.segment_map(), store),
         memory,
         local_cache=False,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 BLOCK = 4
 NUM_BLOCKS = 16
 LAYERS = ("f0", "f1")
+SETTLE_SECONDS = 120.0  # beyond what Mooncake itself waits for
 
 
 def projection(**changes: Any) -> kvprism.Projection:
@@ -68,7 +69,7 @@ class Rank:
 
     def settle(self) -> None:
         while self.scheduler.has_pending_work():
-            report = self.worker.wait(10.0)
+            report = self.worker.wait(SETTLE_SECONDS)
             assert report is not None, "the worker has nothing to tell"
             self.scheduler.report(report)
             self.scheduler.take_released()

@@ -33,11 +33,13 @@ class RetryPause {
   SeededRandom random_;
 };
 
-// Another number in every process, and for every owner in it.
+// Another number in every process, and for every owner in it. Mixed in turn: alone, the bits of
+// time and address may cancel each other out.
 inline std::uint64_t seed_for(const void* owner) noexcept {
   const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-  return static_cast<std::uint64_t>(now) ^ static_cast<std::uint64_t>(::getpid()) << 40 ^
-         reinterpret_cast<std::uintptr_t>(owner);
+  SeededRandom time(static_cast<std::uint64_t>(now));
+  SeededRandom process(time.next() ^ static_cast<std::uint64_t>(::getpid()));
+  return process.next() ^ reinterpret_cast<std::uintptr_t>(owner);
 }
 
 }  // namespace kvprism::detail

@@ -59,16 +59,20 @@ void RunRecorder::flush() noexcept {
   buffer_.clear();
 }
 
-void RunRecorder::ran_out() noexcept { cut("the recording has ended: no memory for it"); }
+void RunRecorder::ran_out() noexcept {
+  if (cut()) log(LogLevel::kWarning, "the recording has ended: no memory for it");
+}
 
-void RunRecorder::call_threw() noexcept { cut("the recording has ended: a call has thrown"); }
+void RunRecorder::call_threw() noexcept {
+  if (cut()) log(LogLevel::kWarning, "the recording has ended: a call has thrown");
+}
 
-void RunRecorder::cut(std::string_view line) noexcept {
-  if (!on()) return;
+bool RunRecorder::cut() noexcept {
+  if (!on()) return false;
   buffer_.clear();
   sink_.write = nullptr;
   if (sink_.cut != nullptr) sink_.cut(sink_.context);
-  log(LogLevel::kWarning, line);
+  return true;
 }
 
 RunStart describe_start(OpId op, const ObjectBatch& batch, const Removal* removal) {

@@ -167,7 +167,7 @@ class RunRecorder {
 
  private:
   void flush() noexcept;
-  void cut(std::string_view line) noexcept;
+  bool cut() noexcept;
 
   RunSink sink_;
   std::vector<std::byte> buffer_;
