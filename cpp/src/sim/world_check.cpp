@@ -50,8 +50,10 @@ void WorldRun::check_purge() {
   life_.judge->purge_done();
   count(WorldFault::kPurged);
   objects_.forget_stored();
-  pool_->for_each_object([&](std::string_view key, std::span<const std::byte>) {
-    fail("purge", "an object is left: " + std::string(key));
+  pool_->for_each_object([&](std::string_view key, std::span<const std::byte> bytes) {
+    if (!landed_in_purge_) fail("purge", "an object is left: " + std::string(key));
+    const std::string wrong = objects_.check(key, bytes);
+    if (!wrong.empty()) fail("object", wrong);
   });
 }
 

@@ -109,6 +109,7 @@ void WorldRun::move_ghosts() {
   for (Ghost& ghost : ghosts_) {
     while (ghost.calls->poll_store(now_, done)) {
       if (done.quiet) count(WorldFault::kLandedAfterEnd);
+      landed_in_purge_ = true;
       done = Completion();
     }
   }

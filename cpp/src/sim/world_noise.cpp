@@ -70,6 +70,7 @@ void WorldRun::purge_event() {
   life_.judge->purged();
   life_.engine->purge(now_);
   purging_ = true;
+  landed_in_purge_ = false;
   if (!config_.clean) return;
   count(WorldFault::kCleanPurge);
   // As an engine does whose weights have changed: nothing rests on what was computed before.

@@ -150,6 +150,7 @@ class WorldRun {
   std::uint64_t version_ = 0;
   std::vector<std::shared_ptr<SimMemory>> graveyard_;
   std::vector<Ghost> ghosts_;
+  bool landed_in_purge_ = false;  // a call of theirs, which no purge of another engine can know
   Life life_;
   std::optional<std::uint32_t> dead_;  // a rank of this life
   std::uint32_t dead_until_ = 0;       // the event that restarts it
