@@ -129,7 +129,8 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
                              number(asked->second.at_least) + " are stored");
     }
     asked_.erase(asked);
-  } else if (clean_ && first && hit == local && !failed_loads_.contains(raw(request))) {
+  } else if (clean_ && first && hit == local && !failed_loads_.contains(raw(request)) &&
+             !overtaken_.contains(raw(request))) {
     // Refused without a question.
     const std::uint32_t stored = objects_.longest(trail, local, most, probed);
     if (stored > local) {
@@ -343,6 +344,7 @@ void JobJudge::load_ended(const LoadEnd& end) {
   if (job != jobs_.end()) owe_gone(job->second, present && end.blocks_quiet);
   if (!end.complete && present && !cut_loads_.contains(raw(end.job)))
     failed_loads_.insert(raw(end.request));
+  if (present && overtaken_loads_.contains(raw(end.job))) overtaken_.insert(raw(end.request));
   if (!end.complete && clean_ && !excused_loads_.contains(raw(end.job))) {
     fail("missed load", "load job " + number(raw(end.job)) + " fails, although nothing is lost");
   }
@@ -378,6 +380,7 @@ void JobJudge::forget(RequestId request) {
   holes_.erase(raw(request));
   asked_.erase(raw(request));
   failed_loads_.erase(raw(request));
+  overtaken_.erase(raw(request));
   outdated_.erase(raw(request));
   looked_up_.erase(raw(request));
   sound_.erase(raw(request));

@@ -235,7 +235,8 @@ class JobJudge final : public EngineObserver {
   std::unordered_map<std::uint64_t, std::uint32_t> generations_;
   std::unordered_set<std::uint64_t>
       failed_loads_;  // requests that must compute for themselves now (R41)
-  std::unordered_set<std::uint64_t> outdated_;  // requests that rest on what a purge came after
+  std::unordered_set<std::uint64_t> overtaken_;  // whose loads a purge has ended: not asked again
+  std::unordered_set<std::uint64_t> outdated_;   // requests that rest on what a purge came after
   struct Asked {
     std::uint32_t local = 0;
     std::uint32_t at_least = 0;
