@@ -13,6 +13,7 @@ import harness
 import pytest
 from kvprism.local_mooncake import LocalMooncake
 from kvprism.vllm.metadata import ReportMetadata, StepEnd, StepMetadata
+from kvprism.vllm.sibling_loads import SiblingLoads
 from test_halves import BLOCK, TOKENS, configuration, describe, saved_blocks
 from test_halves import Engine as Halves
 
@@ -33,15 +34,26 @@ def engine(mooncake: LocalMooncake) -> Iterator[Halves]:
 
 
 def begin(
-    engine: Halves, name: str, *, hit: int, first: int, shared: list[Any] | None = None
+    engine: Halves,
+    name: str,
+    *,
+    hit: int,
+    first: int,
+    shared: list[Any] | None = None,
+    external: int = 0,
 ) -> Any:
-    """A request that vLLM lets in with so many blocks that it does not compute."""
+    """A request that vLLM lets in with so many blocks that it does not compute.
+
+    With external ones it waits for a load first.
+    """
     request = engine.request(name, [first, *TOKENS[1:]])
     if shared:
         engine.tables[name] = list(shared)
         engine.pool.touch(shared)
-    engine.allocate(request, len(TOKENS))
+    engine.allocate(request, len(TOKENS), external * BLOCK)
     request.num_computed_tokens = hit * BLOCK
+    if external:
+        return request
     # As vLLM does when it schedules.
     cached = len(shared or ())
     engine.pool.cache_full_blocks(request, engine.tables[name], cached, 4, BLOCK, 0)
@@ -105,18 +117,24 @@ def test_what_rests_on_a_failed_load_is_never_saved(engine: Halves) -> None:
     )
     assert saved_blocks(metadata.plan) == ids(engine, "fresh")[:4], "it rests on nothing"
     assert found(engine, wrong) == [True] * 4
-    arrives(engine, metadata, invalid={table[1]})
-    # What vLLM truncates it computes again; others may have found the blocks meanwhile.
-    wrong.num_computed_tokens = BLOCK
-    computed(beside, fresh)
-    sharing.num_computed_tokens = 3 * BLOCK
+    # With asynchronous scheduling others may find the blocks before the output is there.
     late = begin(engine, "late", hit=2, first=31, shared=engine.tables["wrong"][:2])
-    plan = engine.step(wrong=3 * BLOCK + 1, beside=1, sharing=BLOCK + 1, late=2 * BLOCK + 1).plan
-    assert saved_blocks(plan) == ids(engine, "beside")[:4]
-    assert found(engine, wrong) == [True, False, False, False]
+    waiting = begin(
+        engine, "waiting", hit=4, first=31, shared=engine.tables["wrong"][:2], external=2
+    )
+    computed(wrong, beside, sharing, fresh)
+    assert engine.step(wrong=1, beside=1, sharing=1, fresh=1, late=2 * BLOCK + 1).plan == b""
+    arrives(engine, metadata, invalid={table[1]})
+    assert found(engine, wrong) == [True, False, False, False], "before vLLM schedules again"
     assert found(engine, beside) == [True] * 4
+    # What vLLM truncates it computes again.
+    wrong.num_computed_tokens = BLOCK
+    sharing.num_computed_tokens = 3 * BLOCK
+    plan = engine.step(wrong=3 * BLOCK + 1, beside=1, sharing=BLOCK + 1).plan
+    assert saved_blocks(plan) == ids(engine, "beside")[:4]
     computed(wrong, sharing, late)
-    assert engine.step(wrong=1, beside=1, sharing=1, late=1).plan == b""
+    assert waiting.num_computed_tokens == 4 * BLOCK
+    assert engine.step(wrong=1, beside=1, sharing=1, late=1, waiting=1).plan == b""
     # Preempted, it is computed from its start.
     engine.pool.free_blocks(reversed(engine.tables.pop("wrong")))
     wrong.num_computed_tokens = 0
@@ -137,6 +155,34 @@ def test_what_was_loaded_in_a_step_whose_output_is_lost_is_never_saved(engine: H
     assert found(engine, request) == [False] * 4
     assert found(engine, other) == [True] * 4
     assert engine.step(a=1).plan == b""
+
+
+def test_what_rests_on_wrong_blocks_is_found_in_whichever_order_it_began() -> None:
+    """Of a window the first blocks are null: one may rest on nothing but what another computed."""
+    loads = SiblingLoads()
+    loads.step(1, True, {"last": [0, 9], "then": [0, 8, 9], "first": [7, 8], "not": [0, 5]}, _none)
+    assert loads.ended(1, {7}) == (["first", "then", "last"], {7, 8, 9})
+    assert "not" in loads
+
+
+def _none(name: str) -> list[int]:
+    """The table of a request that is not scheduled."""
+    return []
+
+
+def test_what_waits_for_a_load_beside_one_that_fails_is_saved_unless_it_rests_on_it(
+    engine: Halves,
+) -> None:
+    wrong = begin(engine, "wrong", hit=2, first=36)
+    metadata = engine.step(wrong=2 * BLOCK + 1, sibling_loads=True)
+    waiting = begin(engine, "waiting", hit=4, first=37, external=4)
+    second = engine.step(wrong=1)
+    assert second.refused == ("waiting",)
+    assert "waiting" in engine.half._siblings
+    arrives(engine, metadata, invalid={ids(engine, "wrong")[1]})
+    computed(wrong)
+    assert saved_blocks(engine.step(wrong=1, waiting=1).plan) == ids(engine, "waiting")[:4]
+    assert waiting.num_computed_tokens == 4 * BLOCK
 
 
 def test_steps_that_all_load_hold_nobody_back_for_ever(engine: Halves) -> None:

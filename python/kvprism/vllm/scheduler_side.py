@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._core import GroupId, StoreScheduler
@@ -81,6 +81,10 @@ def _cuts_hashes() -> bool:
     return update is None or "block_hashes" in update.__code__.co_names
 
 
+def _flat(tables: Iterable[list[int]]) -> list[int]:
+    return [block for blocks in tables for block in blocks]
+
+
 class SchedulerSide:
     """Translates; every decision is the StoreScheduler's. One thread, vLLM's scheduler."""
 
@@ -117,7 +121,7 @@ class SchedulerSide:
         self._step = 0  # the number of the last one
         self._arrivals = Arrivals()
         self._siblings = SiblingLoads()
-        self._begun: set[str] = set()  # requests that vLLM has let in since the last step
+        self._begun: dict[str, Any] = {}  # requests that vLLM has let in since the last step
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False
@@ -206,7 +210,7 @@ class SchedulerSide:
         """The request has blocks; it waits for a load when there are external tokens."""
         number = self._number(request)
         if self._saves:
-            self._begun.add(request.request_id)
+            self._begun[request.request_id] = blocks
         if external_tokens == 0:
             self._core.allocated(number, 0, ())
             return
@@ -244,7 +248,7 @@ class SchedulerSide:
         loads, refused = tuple(self._step_loads), tuple(self._refused)
         abandoned = tuple(self._abandoned)
         waiting = (*(request for _, request in loads), *refused)
-        numbered = self._arrivals.send(
+        answers = self._arrivals.send(
             self._step, waiting, abandoned, awaited=self._siblings.awaited
         )
         metadata = StepMetadata(
@@ -255,7 +259,7 @@ class SchedulerSide:
             self._stages,
             self._resets,
             self._step,
-            *numbered,
+            *answers,
         )
         self._stages = ()
         self._step_loads.clear()
@@ -271,15 +275,19 @@ class SchedulerSide:
             return
 
         def table(name: str) -> list[int]:
-            return [block for blocks in state.get_block_ids(name) or () for block in blocks]
+            return _flat(state.get_block_ids(name) or ())
 
-        hits: dict[str, int | None] = {}
-        for name in self._begun & output.num_scheduled_tokens.keys() & self._requests.keys():
-            computed = self._requests[name].request.num_computed_tokens
-            if computed:  # of one group it is known which blocks they are
-                hits[name] = None if self._groups[1:] else -(-computed // self._step_tokens)
+        # Also those that wait for a load, which may rest on what vLLM's own cache has.
+        begun = {
+            name: [*_flat(blocks.get_block_ids()), *table(name)]
+            for name, blocks in self._begun.items()
+            if name in self._requests and self._requests[name].request.num_computed_tokens
+        }
         self._begun.clear()
-        refused, spoiled = self._siblings.step(self._step, inside, hits, table)
+        self._siblings.step(self._step, inside, begun, table)
+
+    def _refuse(self, refused: list[str], spoiled: set[int]) -> None:
+        """What rests on a load that failed, before vLLM schedules again."""
         for name in refused:
             if (tracked := self._requests.get(name)) is not None:
                 tracked.purged = True
@@ -498,9 +506,9 @@ class SchedulerSide:
         if isinstance(metadata, ReportMetadata):
             self._stirred = True
             self._arrivals.take(metadata.ends)
-            if self._siblings:
-                for end in metadata.ends:
-                    self._siblings.ended(end.step, output.invalid_block_ids or ())
+            if self._siblings and metadata.ends:
+                step = min(end.step for end in metadata.ends)
+                self._refuse(*self._siblings.ended(step, output.invalid_block_ids or ()))
             self._core.report(metadata.reports)
             self._take_load_ends()
             self._reference()
