@@ -129,10 +129,10 @@ class Engine:
         self.half.allocated(request, SimpleNamespace(get_block_ids=lambda: ids), external)
 
     def step(self, *, sibling_loads: bool = False, **scheduled: int) -> Any:
-        state = SimpleNamespace(
-            get_block_ids=lambda name: ([block.block_id for block in self.tables[name]],),
-            boundary_state_offloads={},
-        )
+        def table(name: str) -> tuple[list[int], ...] | None:
+            return ([block.block_id for block in self.tables[name]],) if name in scheduled else None
+
+        state = SimpleNamespace(get_block_ids=table, boundary_state_offloads={})
         return self.half.end_step(
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
@@ -284,11 +284,22 @@ def purging(
     made.half.close()
 
 
-def finish_purge(engine: Engine) -> None:
+def finish_purge(engine: Engine, worker: WorkerSide | None = None) -> None:
     end = time.monotonic() + 60
     while engine.half._core.purge_status()["state"] != "done":
         assert time.monotonic() < end
-        assert not engine.step().plan
+        metadata = engine.step()
+        assert not metadata.plan
+        if worker is not None:
+            idle(worker, metadata)
+
+
+def idle(worker: WorkerSide, metadata: StepMetadata) -> None:
+    """A step in which a worker has nothing to do."""
+    worker.bind(metadata)
+    worker.submit()
+    worker.take_results()
+    worker.clear()
 
 
 def test_tokens_of_before_a_reset_are_not_saved_however_few(purging: Engine) -> None:
@@ -875,7 +886,9 @@ def test_what_is_kept_of_a_failed_load(window: int | None) -> None:
         engine.allocate(again, 4 * BLOCK, external=4 * BLOCK)
         # What the lookup saw is not there when it is loaded.
         reader = make_worker(empty, config, described)
-        results = run(reader, engine, engine.step())
+        metadata = engine.step()
+        reader._step = metadata.step - 1  # it has run those before
+        results = run(reader, engine, metadata)
         for worker in (writer, reader):
             worker.close()
         engine.half.close()
@@ -917,6 +930,7 @@ def test_a_plan_that_comes_again_leaves_its_loads_alone(
 
     monkeypatch.setattr(worker_side, "open_store", hanging)
     reader = make_worker(mooncake, configuration(), described)
+    reader._step = metadata.step - 1  # it has run those before
     for _ in range(2):
         reader.bind(metadata)
         reader.submit()
@@ -947,9 +961,11 @@ def memory_of(config: Any) -> dict[str, Any]:
     return dict(zip(placed.layers, views, strict=True))
 
 
-def make_worker(mooncake: LocalMooncake, config: Any, described: Any) -> WorkerSide:
+def make_worker(
+    mooncake: LocalMooncake, config: Any, described: Any, *, ranks: int = 1
+) -> WorkerSide:
     options = read_options({"master_server_address": mooncake.master}, {})
-    return WorkerSide(described, options, config, 0, memory_of(config))
+    return WorkerSide(described, options, config, 0, memory_of(config), ranks=ranks)
 
 
 def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
@@ -958,9 +974,11 @@ def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
     worker.submit()
     worker.clear()
     all_results = Results()
+    reported = False
     end = time.monotonic() + 60
     while True:
         assert time.monotonic() < end
+        alive = worker.counters()["jobs_alive"]  # a job's last report is there before it is not
         results = worker.take_results()
         all_results.finished |= results.finished
         all_results.failed |= results.failed
@@ -968,8 +986,9 @@ def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
         reports = worker.take_reports()
         if reports is not None:
             engine.half.take_output(SimpleNamespace(kv_connector_worker_meta=reports))
-            if reports.reports and worker.counters()["jobs_alive"] == 0:
-                return all_results
+            reported = reported or bool(reports.reports)
+        if reported and alive == 0:
+            return all_results
 
 
 def test_a_request_is_preempted_and_allocated_again_in_one_step(engine: Engine) -> None:
@@ -1094,15 +1113,46 @@ def test_after_a_failed_step_nothing_is_saved_before_a_reset(
     again("in between")
     assert stored_and_failed(worker, purging) == (0, 8)
     purging.half.purge()  # vLLM's own cache stays, while the request has blocks of it
-    finish_purge(purging)
+    finish_purge(purging, worker)
     purging.free(purging.half._requests["in between"].request)
     again("still")
     assert stored_and_failed(worker, purging) == (0, 12)
     purging.free(purging.half._requests["still"].request)
     purging.half.purge()
-    finish_purge(purging)
+    finish_purge(purging, worker)
     again("after a reset")
     assert stored_and_failed(worker, purging) == (4, 12)
+    worker.close()
+
+
+def test_after_a_step_that_no_worker_began_nothing_is_saved_before_a_reset(
+    purging: Engine, mooncake: LocalMooncake, described: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The runner raises before it binds; vLLM counts the step's tokens, and the next chunk attends
+    to what nobody has written."""
+    tokens = [71, *TOKENS[1:]]
+    worker = make_worker(mooncake, configuration(), described)
+    idle(worker, purging.step())
+    request = purging.request("lost", tokens)
+    purging.allocate(request, len(tokens))
+    purging.step(lost=BLOCK - 1)
+    request.num_computed_tokens = BLOCK - 1
+    metadata = purging.step(lost=len(tokens) - BLOCK + 1)
+    assert len(saved_blocks(metadata.plan)) == 4
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        worker.bind(metadata)
+    (error,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert error.startswith("kvprism: a step has failed, and vLLM's own cache has its blocks")
+    worker.submit()
+    assert stored_and_failed(worker, purging) == (0, 4)
+    purging.free(request)
+    purging.half.purge()
+    finish_purge(purging, worker)
+    request = purging.request("after", tokens)
+    purging.allocate(request, len(tokens))
+    worker.bind(purging.step(after=len(tokens)))
+    worker.submit()
+    assert stored_and_failed(worker, purging) == (4, 4)
     worker.close()
 
 

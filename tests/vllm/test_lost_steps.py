@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import tempfile
 import time
 from collections import Counter
@@ -16,9 +17,13 @@ from typing import Any
 
 import conftest
 import harness
+import kvprism
 import pytest
 from kvprism.local_mooncake import LocalMooncake
-from kvprism.vllm.metadata import ReportMetadata, StepMetadata
+from kvprism.vllm import worker_side
+from kvprism.vllm.arrivals import Arrivals
+from kvprism.vllm.metadata import ReportMetadata, StepEnd, StepMetadata
+from kvprism.vllm.mooncake import open_store
 from kvprism.vllm.worker_side import Results, WorkerSide
 from test_halves import BLOCK, TOKENS, Engine, configuration, describe, make_worker, run
 
@@ -208,24 +213,148 @@ def test_a_refusal_that_never_came_is_told(engine: Engine, worker: WorkerSide) -
     assert told(engine, worker) == (Counter("c"), Counter("c"))
 
 
+def two_ranks(mooncake: LocalMooncake, described: Any, step: int) -> list[WorkerSide]:
+    """Workers of one engine that have run the steps before that one."""
+    made = [make_worker(mooncake, configuration(), described, ranks=2) for _ in range(2)]
+    for each in made:
+        each._step = step - 1
+    return made
+
+
+def aggregated(aggregator: Any, words: list[tuple[Results, ReportMetadata | None]]) -> Any:
+    """What vLLM makes of the outputs of several ranks."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    outputs = [
+        ModelRunnerOutput.with_kv_conn_output_only(
+            KVConnectorOutput(
+                finished_recving=results.finished,
+                failed_recving=results.failed,
+                invalid_block_ids=results.failed_blocks,
+                kv_connector_worker_meta=reports,
+            )
+        )
+        for results, reports in words
+    ]
+    return aggregator.aggregate(outputs).kv_connector_output
+
+
+def aggregated_step(
+    engine: Engine,
+    workers: list[WorkerSide],
+    aggregator: Any,
+    unread: list[tuple[Results, ReportMetadata | None]] | None = None,
+) -> Any:
+    """A step of two ranks; what the second has said before and is not read yet comes first."""
+    metadata = engine.step()
+    words = []
+    for worker in workers:
+        bind(worker, metadata)
+        words.append((worker.take_results(), worker.take_reports()))
+        worker.clear()
+    if unread is not None:
+        unread.append(words.pop())
+        words.append(unread.pop(0))
+    output = aggregated(aggregator, words)
+    engine.half.take_output(output)
+    return output
+
+
 def test_only_the_rank_that_missed_a_step_tells_it_again(
     engine: Engine, worker: WorkerSide, mooncake: LocalMooncake, described: Any
 ) -> None:
     """vLLM counts what ranks tell: a word too much would end a later load of that request."""
-    other = make_worker(mooncake, configuration(), described)
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
     metadata = waiting(engine, worker, 65)
-    other.bind(StepMetadata(step=metadata.step - 1))
+    missing, other = two_ranks(mooncake, described, metadata.step)
     bind(other, metadata)
-    end = time.monotonic() + 60
-    while other.counters()["jobs_alive"]:
-        assert time.monotonic() < end
-    finished = [Counter[str](), Counter[str]()]
+    # As vLLM's executor for several processes has it once the first rank has raised.
+    unread = [ends(other)]
+    aggregator = KVOutputAggregator(2)
+    finished: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
     for _ in range(8):
-        for count, results in zip(finished, one_step(engine, [worker, other]), strict=True):
-            count.update(results.finished)
-    assert finished == [Counter("b"), Counter("b")]
+        output = aggregated_step(engine, [missing, other], aggregator, unread)
+        finished.update(output.finished_recving or ())
+        failed.update(output.failed_recving)
+    assert (finished, failed) == (Counter("b"), Counter("b"))
+    assert aggregator._recv_remaining_count == {}
     assert engine.half.counters()["loads"] == 1
-    other.close()
+    for each in (missing, other):
+        each.close()
+
+
+def test_of_several_ranks_none_tells_a_load_again(
+    engine: Engine,
+    worker: WorkerSide,
+    mooncake: LocalMooncake,
+    described: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM counts before its scheduler has the output: told again, a load counts as over while
+    another rank still writes."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+    stores: list[kvprism.ObjectStore] = []
+
+    def hanging(*arguments: Any, **named: Any) -> kvprism.ObjectStore:
+        stores.append(kvprism.inject_faults(open_store(*arguments, **named), hang=len(stores)))
+        return stores[-1]
+
+    metadata = waiting(engine, worker, 68)
+    monkeypatch.setattr(worker_side, "open_store", hanging)
+    workers = two_ranks(mooncake, described, metadata.step)
+    for each in workers:
+        bind(each, metadata)
+    words = [ends(workers[0]), (workers[1].take_results(), workers[1].take_reports())]
+    aggregator = KVOutputAggregator(2)
+    # And an exception in vLLM's update_from_output.
+    assert aggregated(aggregator, words).finished_recving is None
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        for _ in range(4):
+            assert aggregated_step(engine, workers, aggregator).finished_recving is None
+    assert aggregator._recv_remaining_count == {"b": 1}
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert errors == [
+        "kvprism: a step has failed whose output had ends of loads, which of several ranks none "
+        "may tell again: start this engine anew; requests that may wait for ever: b"
+    ]
+    finished: Counter[str] = Counter()
+    end = time.monotonic() + 60
+    while not finished:
+        assert time.monotonic() < end
+        stores[1].release_hung()
+        finished.update(aggregated_step(engine, workers, aggregator).finished_recving or ())
+    assert finished == Counter("b")
+    assert aggregator._recv_remaining_count == {}
+    assert engine.half.counters()["loads"] == 1
+    aggregated_step(engine, workers, aggregator)
+    for each in workers:
+        assert each._told == {}
+        each.close()
+
+
+def test_words_of_different_steps_in_one_output_count_as_lost() -> None:
+    """Where a rank has failed, an executor may take what it says for another step."""
+    arrivals = Arrivals()
+    arrivals.take([StepEnd(5), StepEnd(4)])
+    assert not arrivals.send(6, (), (), awaited=False).settled
+    arrivals.take([StepEnd(6, (5,)), StepEnd(5, (4,))])
+    assert dict(arrivals.send(7, (), (), awaited=False).settled) == {4: False, 5: False}
+
+
+def test_what_is_told_again_after_caches_were_registered_anew_has_failed(
+    engine: Engine, worker: WorkerSide, mooncake: LocalMooncake, described: Any
+) -> None:
+    bind(worker, waiting(engine, worker, 67))
+    assert ends(worker)[0] == Results(finished={"b"})
+    worker.close()
+    anew = make_worker(mooncake, configuration(), described)
+    anew.inherit(worker)
+    assert told(engine, anew) == (Counter("b"), Counter("b"))
+    anew.close()
 
 
 def test_a_load_whose_kernels_cannot_be_waited_for_is_told_as_failed(

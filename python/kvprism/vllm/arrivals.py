@@ -1,5 +1,17 @@
 """Which steps' outputs vLLM has taken. One that fails, in an engine that lives on, takes with it
-what its workers told, and one that fails early the metadata that they should have had."""
+what its workers told, and one that fails early the metadata that they should have had.
+
+A worker that tells of loads keeps what it told. From then on each output's StepEnd lists the steps
+of which it has not heard whether their output was taken; outputs are taken in order, so when the
+next one is, that is known, and the next metadata has the answer (`settled`): taken, and the worker
+forgets, or lost, and it tells again (of several ranks it tells the log). One that was not bound for
+some steps says so (`missed`), and the answer names the requests whose loads those steps should have
+begun, which it tells as failed. Answers may be lost too: the worker lists until it has them.
+
+So the scheduler remembers whom a step's metadata named until the end of that step or a later one
+has come (`answer` makes all workers tell it): each has then run it or says that it missed it. Of
+the outputs that were taken it remembers those from the oldest step on that a worker still lists.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +21,8 @@ from typing import NamedTuple
 from .metadata import Missed, StepEnd
 
 
-class Numbered(NamedTuple):
-    """What a step's metadata says of earlier ones."""
+class Answers(NamedTuple):
+    """What a step's metadata says of earlier ones, and whether its own end is asked for."""
 
     answer: bool
     settled: tuple[tuple[int, bool], ...]
@@ -34,23 +46,26 @@ class Arrivals:
 
     def send(
         self, step: int, requests: tuple[str, ...], abandoned: tuple[int, ...], *, awaited: bool
-    ) -> Numbered:
+    ) -> Answers:
         """A step goes out, in which workers are told of requests that wait for a load."""
         if requests or abandoned:
             self._sent[step] = requests, abandoned
         settled, again = tuple(self._settled.items()), tuple(self._again.values())
         self._settled.clear()
         self._again.clear()
-        return Numbered(awaited or bool(self._sent), settled, again)
+        return Answers(awaited or bool(self._sent), settled, again)
 
     def take(self, ends: Sequence[StepEnd]) -> None:
         """The output of a step has come, with a word of each worker that had one to say."""
         if not ends:
             return
-        self._taken.update(end.step for end in ends)
+        numbers = {end.step for end in ends}
+        if len(numbers) == 1:
+            self._taken |= numbers
+            self._settled.update(dict.fromkeys(numbers, True))
+        # Otherwise a rank has failed and vLLM mixes words of different steps, which count as lost.
         for end in ends:
-            self._settled[end.step] = True
-            for step in end.untold:
+            for step in end.unsettled:
                 self._settled[step] = step in self._taken
             for steps in end.missed:
                 sent = [self._sent[step] for step in self._sent if step in steps]
@@ -59,13 +74,13 @@ class Arrivals:
                     tuple(request for requests, _ in sent for request in requests),
                     tuple(job for _, abandoned in sent for job in abandoned),
                 )
-        oldest = min(min((end.step, *end.untold)) for end in ends)
+        oldest = min(min((end.step, *end.unsettled)) for end in ends)
         self._taken = {step for step in self._taken if step >= oldest}
         # Every worker has run this step, and one that had missed an earlier one has said so.
-        newest = max(end.step for end in ends)
+        run = min(numbers)
         missed = [steps for end in ends for steps in end.missed]
         self._sent = {
             step: sent
             for step, sent in self._sent.items()
-            if step > newest or any(step in steps for steps in missed)
+            if step > run or any(step in steps for steps in missed)
         }

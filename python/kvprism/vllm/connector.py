@@ -166,6 +166,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             self._vllm_config.parallel_config.rank,
             kv_caches,
+            ranks=self._vllm_config.parallel_config.world_size,
             only=self._worker is None,
         )
         if before is not None:

@@ -45,7 +45,7 @@ class StepEnd:
     """A worker's word in the output of a step."""
 
     step: int
-    untold: tuple[int, ...] = ()
+    unsettled: tuple[int, ...] = ()
     """Earlier steps in which it told of loads, and has not heard whether vLLM took their output."""
     missed: tuple[range, ...] = ()
     """Steps whose metadata it never had, and has not heard of."""
@@ -72,7 +72,8 @@ class StepMetadata(KVConnectorMetadata):
     answer: bool = False
     """Workers tell that the step has ended."""
     settled: tuple[tuple[int, bool], ...] = ()
-    """Steps, and whether vLLM has taken their output: what was told in others is told again."""
+    """Steps, and whether vLLM has taken their output: what was told in others is told again where
+    the engine has one rank."""
     missed: tuple[Missed, ...] = ()
     """For workers that have said that they missed these."""
 

@@ -121,7 +121,7 @@ class SchedulerSide:
         self._step = 0  # the number of the last one
         self._arrivals = Arrivals()
         self._siblings = SiblingLoads()
-        self._begun: dict[str, Any] = {}  # requests that vLLM has let in since the last step
+        self._begun: dict[str, Any] = {}  # requests let in since the last step, and their blocks
         self._differences = Differences()
         self._stirred = False  # the counters may have changed
         self._purging = False

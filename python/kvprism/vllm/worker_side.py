@@ -62,6 +62,7 @@ class WorkerSide:
         rank: int,
         kv_caches: Mapping[str, Any],
         *,
+        ranks: int = 1,
         only: bool = False,
     ) -> None:
         self._map = segment_map(described.projection, kv_cache_config, kv_caches)
@@ -98,10 +99,14 @@ class WorkerSide:
         self._answer = False
         self._told: dict[int, _Told] = {}  # in steps whose output vLLM may not have taken
         self._missed: list[range] = []  # steps whose metadata never came
+        # Of several ranks vLLM may have counted what it was told in a step that failed afterwards:
+        # told again, a load counts as over while another rank still writes.
+        self._tells_again = ranks == 1
         self._closed = False
         self._unquiet = 0
         self._refused = RateLimited(logger, logging.ERROR)
         self._not_loaded = RateLimited(logger, logging.WARNING)
+        self._lost = RateLimited(logger, logging.ERROR)
         self._differences = Differences()
         self._stirred = False
         logger.info("kvprism: rank %d stores through %s", rank, self._store.name)
@@ -126,17 +131,28 @@ class WorkerSide:
         """vLLM waits for every load until it is told, once: what a failed step has lost is not."""
         if metadata.step > self._step + 1:
             self._missed.append(range(self._step + 1, metadata.step))
+            self._spoil(metadata.resets)
         self._step, self._answer = metadata.step, metadata.answer
         for step, taken in metadata.settled:
-            lost = self._told.pop(step, None)
-            if lost is not None and not taken:
-                self._results.add(lost.results)
-                self._reports[:0] = lost.reports
+            told = self._told.pop(step, None)
+            if told is not None and not taken:
+                self._tell_again(told)
         for missed in metadata.missed:
             if missed.steps in self._missed:
                 self._missed.remove(missed.steps)
                 self._results.fail(missed.requests)
                 self._abandon(missed.abandoned)
+
+    def _tell_again(self, lost: _Told) -> None:
+        self._reports[:0] = lost.reports  # these count once
+        if self._tells_again:
+            self._results.add(lost.results)
+        else:
+            self._lost(
+                "kvprism: a step has failed whose output had ends of loads, which of several ranks "
+                "none may tell again: start this engine anew; requests that may wait for ever: %s",
+                ", ".join(sorted(lost.results.finished)),
+            )
 
     def submit(self) -> None:
         """Hands the plan over, once, however often a runner comes here."""
@@ -148,20 +164,13 @@ class WorkerSide:
         return error is not None and error is not self._handled
 
     def _submit(self, *, failed: bool) -> None:
-        """After a failed step no byte is moved: layers that did not run hold other tokens.
-
-        vLLM has its blocks in its cache and its tokens as computed all the same, until a reset.
-        """
+        """After a failed step no byte is moved: layers that did not run hold other tokens."""
         metadata = self._bound
         if metadata is None or self._submitted:
             return
         self._submitted = True
-        if failed and self._spoiled != metadata.resets:
-            self._spoiled = metadata.resets
-            logger.error(
-                "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
-                "or loaded any more before reset_prefix_cache with reset_connector"
-            )
+        if failed:
+            self._spoil(metadata.resets)
         self._abandon(metadata.abandoned)
         if metadata.plan:
             token = ReadyToken.failed()
@@ -170,6 +179,17 @@ class WorkerSide:
                     token = self._ready.token()
             finally:  # a device's error ends the step, and no load may be without an end
                 self._take_plan(metadata, token)
+
+    def _spoil(self, resets: int) -> None:
+        """vLLM has a failed step's blocks in its cache and its tokens as computed all the same,
+        until a reset; also those of a step that failed before its metadata came."""
+        if self._spoiled == resets:
+            return
+        self._spoiled = resets
+        logger.error(
+            "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
+            "or loaded any more before reset_prefix_cache with reset_connector"
+        )
 
     def _take_plan(self, metadata: StepMetadata, token: ReadyToken) -> None:
         taken = self._worker.submit(metadata.plan, token)
@@ -245,8 +265,8 @@ class WorkerSide:
     def _ends(self) -> tuple[StepEnd, ...]:
         if not (self._answer or self._told or self._missed):
             return ()
-        untold = tuple(step for step in self._told if step != self._step)
-        return (StepEnd(self._step, untold, tuple(self._missed)),)
+        unsettled = tuple(step for step in self._told if step != self._step)
+        return (StepEnd(self._step, unsettled, tuple(self._missed)),)
 
     def take_stats(self) -> StoreStats | None:
         """What this rank has moved of each group since the last call."""
@@ -268,6 +288,9 @@ class WorkerSide:
         self._results.fail({*before._results.finished, *before._names.values()})
         self._step, self._answer = before._step, before._answer
         self._told, self._missed = before._told, before._missed
+        for told in self._told.values():
+            told.results.fail(told.results.finished)
+            told.results.failed_blocks.clear()
         self._bound, self._submitted = before._bound, before._submitted
         self._collected, self._handled = before._collected, before._handled
         self._spoiled = before._spoiled
