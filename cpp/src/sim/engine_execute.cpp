@@ -231,7 +231,8 @@ void Engine::Impl::accept_load(Sequence& sequence, const LoadRecord& load, std::
   stats.external_hit_tokens += valid - load.local;
   if (!sequence.started) sequence.result.external_hit_tokens = valid - load.local;
   sequence.result.found_tokens = std::max(sequence.result.found_tokens, valid);
-  sequence.started = true;
+  // Of a load that brought nothing, ended with its rank perhaps, another one may be the start.
+  sequence.started = sequence.started || valid > 0;
   remember(sequence, load.local, valid);
 }
 

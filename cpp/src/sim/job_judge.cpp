@@ -79,7 +79,7 @@ void JobJudge::looked_up(RequestId request, std::span<const std::uint32_t> token
     if (answered_.erase(raw(request)) != 0 || !asked_at_.contains(raw(request)))
       asked_at_[raw(request)] = now_;
     if (!clean_ || asked_.contains(raw(request))) return;
-  } else {
+  } else if (mode_allows(JobKind::kLoad)) {  // else the question stays open
     answered_.insert(raw(request));
   }
   if (!answer.pending && answer.external_tokens == 0 && !clean_) return;

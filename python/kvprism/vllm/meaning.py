@@ -258,8 +258,9 @@ def _originals(config: Mapping[str, Any], outer: int | None) -> Iterator[int]:
 
 def _platform() -> list[str] | None:
     """Where attention packs pages in the processor's own way, and what its fp8 is; None: CUDA."""
-    from vllm.platforms import current_platform
+    import vllm.platforms
 
+    current_platform = vllm.platforms.current_platform
     if current_platform.is_cuda():
         return None
     # ROCm's fp8 is another one before gfx950.
