@@ -270,8 +270,9 @@ TEST(RetryPause, DoublesAndVariesOtherwiseInEveryStore) {
   const auto first = pauses(detail::seed_for(&here));
   const auto second = pauses(detail::seed_for(&there));
   for (std::size_t i = 0; i < first.size(); ++i) {
-    EXPECT_GE(first[i], milliseconds(around[i]) * 7 / 8) << i;
-    EXPECT_LE(first[i], milliseconds(around[i]) * 9 / 8) << i;
+    const std::chrono::nanoseconds middle = milliseconds(around[i]);
+    EXPECT_GE(first[i], middle * 7 / 8) << i;
+    EXPECT_LE(first[i], middle * 9 / 8) << i;
   }
   EXPECT_NE(first, second);
 }
