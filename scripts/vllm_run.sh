@@ -7,6 +7,9 @@ cd "$ROOT"
 
 bash scripts/vllm_env.sh
 
+# vLLM, PyTorch and transformers are compiled once, whatever the environment says of bytecode.
+export PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$ROOT/build/pycache"
+
 space="kvprism-vllm-$$"
 run=()
 if ip netns add "$space" 2>/dev/null; then

@@ -157,11 +157,27 @@ def test_keys_of_the_built_in_connector_are_taken_where_they_change_nothing() ->
             "lookup_async": False,
             "lookup_rpc_port": 7,
             "enable_group_semantics": "False",
-            "enable_cross_layers_blocks": "False",
+            "enable_cross_layers_blocks": "True",
+            "enable_store_tp_lcm": False,
+            "prefill_tp_sizes": [2, 4],
             "preferred_segment": None,
         },
         {},
     )
+    with pytest.raises(kvprism.ConfigError) as caught:
+        read_options(
+            MASTER
+            | {
+                "enable_cross_layers_blocks": "maybe",
+                "enable_store_tp_lcm": True,
+                "prefill_tp_sizes": [2, 4],
+            },
+            {},
+        )
+    message = str(caught.value)
+    assert "enable_cross_layers_blocks = 'maybe': expected True or False" in message
+    assert "enable_store_tp_lcm = True: expected False or left out (Not available.)" in message
+    assert "prefill_tp_sizes" not in message
 
 
 def test_variables_of_the_built_in_connector() -> None:

@@ -81,10 +81,14 @@ class _Group:
                 for prefix in prefixes:
                     yield layer, prefix - 1, digest
 
-    def digests(self, table: list[int], first: int, end: int) -> Iterator[tuple[int, int, bytes]]:
+    def digests(
+        self, table: list[int], first: int, end: int, *, passed: bool = False
+    ) -> Iterator[tuple[int, int, bytes]]:
         """Layer, last position and digest of each block that is complete within (first, end].
 
-        Kernels may interleave the positions of a block, so part of one says nothing.
+        Kernels may interleave the positions of a block, so part of one says nothing. What a pass
+        has written it has in all blocks of a window's group; a request that goes on from `end` has
+        those that its next token sees.
         """
         if self.kind == "CircularBufferSpec":
             return
@@ -93,7 +97,7 @@ class _Group:
             if end % self.block_size:
                 return
             begin = end // self.block_size - 1  # of a running request, only the newest is in place
-        elif self.window is not None:
+        elif self.window is not None and not passed:
             begin = max(begin, max(0, end - self.window + 1) // self.block_size)
         for at in range(begin, end // self.block_size):
             if table[at]:
@@ -286,7 +290,7 @@ class _Watch:
             end = request.valid = first + output.num_scheduled_tokens[name]
             for group, table in zip(self.groups, request.tables, strict=True):
                 for kind, found in (
-                    ("block", group.digests(table, first, end)),
+                    ("block", group.digests(table, first, end, passed=True)),
                     ("tail", group.tails(table, end, self.unit)),
                 ):
                     for layer, position, digest in found:

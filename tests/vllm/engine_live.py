@@ -5,7 +5,8 @@ notes of byte_watch.py, whose counts are then part of each answer. Each further 
 ``prompts``, ``max_tokens`` and ``reset``: empty the engine's own prefix cache first; and
 ``abort_after``: abort all of them after so many steps, unless it is null; ``settle``: wait for
 the connector's work; ``salt``: of their hashes; and ``reset_running``: reset the cache, the
-connector's too, and all that runs, once saves hold blocks. An empty line ends it.
+connector's too, and all that runs, once saves hold blocks. An empty line ends it. Where
+RING_RECORD names a file, it then has the beginnings of all ring rows that were written.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ def main() -> None:
         }
         if watch:
             reply["watch"] = llm.collective_rpc("byte_watch_report")
+        if record := os.environ.get("RING_RECORD"):
+            with open(record, "wb") as file:
+                file.write(b"".join(sorted(ring_model.written)))
         answer.write(json.dumps(reply) + "\n")
     llm.llm_engine.engine_core.shutdown()
     answer.write(json.dumps({"ended": True}) + "\n")

@@ -57,7 +57,7 @@ def keys_of(mooncake: LocalMooncake) -> set[str]:
 
 
 def objects_of(mooncake: LocalMooncake) -> dict[str, bytes]:
-    """Every object in the pool, by a client that knows nothing of kvprism."""
+    """Every object in the pool, none of them empty, by a client that knows nothing of kvprism."""
     from mooncake.store import MooncakeDistributedStore
 
     keys = keys_of(mooncake)
@@ -65,9 +65,23 @@ def objects_of(mooncake: LocalMooncake) -> dict[str, bytes]:
     status = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", mooncake.master)
     assert status == 0
     try:
-        return {key: client.get(key) for key in keys}
+        objects = {key: client.get(key) for key in keys}
     finally:
         client.close()
+    assert all(objects.values()), "an object could not be read"
+    return objects
+
+
+def ring_pieces(file: Path) -> list[bytes]:
+    """What an engine has written of its rings' rows."""
+    content = file.read_bytes()
+    return [content[at : at + 32] for at in range(0, len(content), 32)]
+
+
+def pieces_in(objects: dict[str, bytes], pieces: list[bytes]) -> list[bytes]:
+    """Those of the pieces that lie somewhere in the objects."""
+    store = b"\0".join(objects.values())
+    return [piece for piece in pieces if piece in store]
 
 
 def builtin_environment(mooncake: LocalMooncake, folder: Path) -> dict[str, str]:
@@ -125,8 +139,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             (builtin,) = run([twice], abrupt=True, **builtin_environment(mooncake, folder))
         except harness.EngineError as error:
             builtin = error
-    content = pieces_file.read_bytes() if pieces_file else b""
-    pieces = [content[at : at + 32] for at in range(0, len(content), 32)]
+    pieces = ring_pieces(pieces_file) if pieces_file else []
     return Runs(name, none, cold, warm, damaged, builtin, expected, objects, pieces)
 
 
@@ -178,5 +191,4 @@ def test_no_scratch_is_in_the_store(runs: Runs) -> None:
         pytest.skip("no ring in this model")
     assert len(runs.ring_pieces) > 100
     assert runs.cold["rings"] > 0, "the search finds nothing where there is something"
-    store = b"\0".join(runs.objects.values())
-    assert not [piece for piece in runs.ring_pieces if piece in store]
+    assert not pieces_in(runs.objects, runs.ring_pieces)

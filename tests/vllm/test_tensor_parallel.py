@@ -14,17 +14,21 @@ ENGINE = {"block_size": 32, "tensor_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("failing", "late"),
+    ("name", "failing", "late"),
     [
-        pytest.param("0", "1", marks=pytest.mark.soak),
-        ("1", "0"),
-        ("0,1", "0"),
-        pytest.param("0,1", "1", marks=pytest.mark.soak),
-        pytest.param("0", "0", marks=pytest.mark.soak),
-        pytest.param("1", "1", marks=pytest.mark.soak),
+        pytest.param("llama", "0", "1", marks=pytest.mark.soak),
+        ("llama", "1", "0"),
+        ("llama", "0,1", "0"),
+        pytest.param("llama", "0,1", "1", marks=pytest.mark.soak),
+        pytest.param("llama", "0", "0", marks=pytest.mark.soak),
+        pytest.param("llama", "1", "1", marks=pytest.mark.soak),
+        ("gemma3", "1", "0"),
+        pytest.param("gemma3", "0", "1", marks=pytest.mark.soak),
     ],
 )
-def test_ranks_do_not_get_what_they_load(failing: str, late: str, tmp_path: Path) -> None:
+def test_ranks_do_not_get_what_they_load(
+    name: str, failing: str, late: str, tmp_path: Path
+) -> None:
     """What any rank lacks is computed by both, whichever tells of it, and when (W-C3)."""
     with harness.patient_mooncake() as mooncake:
         connector = harness.kvprism_connector(mooncake.master, load_timeout_seconds=300.0) | {
@@ -32,7 +36,7 @@ def test_ranks_do_not_get_what_they_load(failing: str, late: str, tmp_path: Path
             "kv_connector_module_path": "faulty",
         }
         with LiveEngine(
-            conftest.model("llama"),
+            conftest.model(name),
             engine=ENGINE,
             connector=connector,
             environment={"FAILING": failing, "LATE": late},

@@ -318,9 +318,20 @@ ACCEPTED: tuple[Accepted, ...] = (
     ),
     Accepted("enable_group_semantics", _off, "Not available.", "False or left out"),
     Accepted("enable_store_tp_lcm", _off, "Not available.", "False or left out"),
-    Accepted("prefill_tp_sizes", _off, "Not available.", "left out"),
+    Accepted(
+        "prefill_tp_sizes",
+        lambda v: True,
+        "Read with `enable_store_tp_lcm` only; the value changes nothing.",
+        "anything",
+    ),
     Accepted("store_tp_size", _off, "Not available.", "left out"),
-    Accepted("enable_cross_layers_blocks", _off, "Not available.", "False or left out"),
+    Accepted(
+        "enable_cross_layers_blocks",
+        lambda v: isinstance(v, bool) or str(v).lower() in ("true", "false"),
+        "It keeps the built-in connector from cutting layers for other tensor sizes, which kvprism "
+        "never does; the value changes nothing.",
+        "True or False",
+    ),
     Accepted("custom_mem_pool", _off, "Not available.", "left out"),
     Accepted("preferred_segment", _off, "Not available.", "left out"),
     Accepted(
