@@ -60,9 +60,11 @@ Record = TypeVar("Record")
 
 
 class CountedBlocks:
-    """In place of vLLM's block pool: counts references."""
+    """In place of vLLM's block pool: counts references, and finds each block under every name."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, unit: int) -> None:
+        self.hash_block_size = unit
+        self.cached_block_hash_to_block = SimpleNamespace(contain=lambda key, block: True)
         self.blocks = [SimpleNamespace(block_id=block) for block in range(number)]
         self.references: Counter[int] = Counter()
 
@@ -156,7 +158,7 @@ class Replay:
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self._worker.register_kv_caches(self._bytes.layers)
-        self._blocks = CountedBlocks(cache.num_blocks)
+        self._blocks = CountedBlocks(cache.num_blocks, cache.hash_block_size)
         self._scheduler.bind_gpu_block_pool(self._blocks)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(cache.hash_block_size, sha256)

@@ -64,7 +64,7 @@ class Pool:
 class Arm:
     """vLLM's scheduler with a connector, and the connector of a worker."""
 
-    def __init__(self, connector: dict[str, Any], config: Any, budget: int) -> None:
+    def __init__(self, connector: dict[str, Any], config: Any, budget: int, **engine: Any) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.engine.arg_utils import EngineArgs
@@ -84,6 +84,7 @@ class Arm:
             enable_prefix_caching=True,
             scheduler_reserve_full_isl=False,  # or nobody is ever preempted while it is computed
             kv_transfer_config=connector,
+            **engine,
         ).create_engine_config()
         self.vllm_config.cache_config.num_gpu_blocks = made.num_blocks
         step, unit = resolve_kv_cache_block_sizes(made, self.vllm_config)
@@ -113,7 +114,7 @@ class Arm:
         self.trace.append(("found", request.request_id, computed, found[0]))
         return found
 
-    def add(self, name: str, prompt: list[int], answer: int) -> None:
+    def add(self, name: str, prompt: list[int], answer: int, priority: int = 0) -> None:
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -123,7 +124,8 @@ class Arm:
         parameters = SamplingParams(max_tokens=answer, ignore_eos=True)
         parameters.update_from_generation_config({}, eos_token_id=2)
         hasher = get_request_block_hasher(self.unit, sha256)
-        self.scheduler.add_request(Request(name, prompt, parameters, None, block_hasher=hasher))
+        request = Request(name, prompt, parameters, None, block_hasher=hasher, priority=priority)
+        self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -237,7 +239,7 @@ class Theirs(Arm):
 class Ours(Arm):
     """This project's connector."""
 
-    def __init__(self, config: Any, budget: int, pool: kvprism.MemoryPool) -> None:
+    def __init__(self, config: Any, budget: int, pool: kvprism.MemoryPool, **engine: Any) -> None:
         transfer = {
             "kv_connector": "KVPrismConnector",
             "kv_connector_module_path": "kvprism.vllm",
@@ -248,7 +250,7 @@ class Ours(Arm):
                 "max_held_percent": 100,
             },
         }
-        super().__init__(transfer, config, budget)
+        super().__init__(transfer, config, budget, **engine)
         self._pool = pool
 
     def work(self, finished: set[str]) -> set[str]:

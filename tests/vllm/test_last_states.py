@@ -14,10 +14,10 @@ from kvprism import StepPlan
 from kvprism.vllm import cache_config, scheduler_side
 from kvprism.vllm.options import read_options
 from kvprism.vllm.scheduler_side import SchedulerSide
-from stream_replay import CountedBlocks
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -46,13 +46,15 @@ class Half:
         monkeypatch.setattr(scheduler_side, "open_store", lambda *_, **__: kvprism.memory_store())
         options = read_options({"master_server_address": "nobody:1"}, {})
         self.side = SchedulerSide(described, options, loads=True, saves=True)
-        self.blocks = CountedBlocks(config.num_blocks)
-        self.side.bind_pool(self.blocks)
+        self.pool = BlockPool(config.num_blocks, enable_caching=True, hash_block_size=UNIT)
+        self.side.bind_pool(self.pool)
+        self.table = self.pool.get_new_blocks(3)
+        self.attention, self.state, self.ring = (block.block_id for block in self.table)
 
-    def request(self, tokens: int) -> Request:
+    def request(self, tokens: int, name: str = "a", first: int = 4) -> Request:
         request = Request(
-            "a",
-            list(range(4, 4 + tokens)),
+            name,
+            list(range(first, first + tokens)),
             SamplingParams(max_tokens=8),
             None,
             block_hasher=get_request_block_hasher(UNIT, sha256),
@@ -60,10 +62,21 @@ class Half:
         self.side.new_request(request)
         return request
 
+    def tables(self) -> tuple[list[int], ...]:
+        return [self.attention], [self.state], [self.ring]
+
+    def names(self, request: Request, block: int, tokens: int) -> None:
+        """vLLM's own cache finds a state."""
+        self.pool.cache_partial_block(request, self.pool.blocks[block], tokens, 1, BLOCK)
+
+    def references(self) -> dict[int, int]:
+        """Of the connector, on each block that the request has or had."""
+        return {block.block_id: block.ref_cnt - 1 for block in self.table if block.ref_cnt > 1}
+
     def step(self, scheduled: dict[str, int], offers: dict[str, Any]) -> int:
         """Blocks that the step's jobs move."""
         state = SimpleNamespace(
-            get_block_ids=lambda _: ([3], [4], [5]), boundary_state_offloads=offers
+            get_block_ids=lambda _: self.tables(), boundary_state_offloads=offers
         )
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
@@ -82,9 +95,10 @@ def test_with_its_last_states_a_request_leaves_what_is_before_them(
     request = half.request(UNIT + 10)
     assert half.step({"a": UNIT}, {}) == 0
     request.num_computed_tokens = UNIT
-    half.side.save_last_states(request, ([3], [4], [5]), [(1, 4, UNIT)])
+    half.names(request, half.state, UNIT)
+    half.side.save_last_states(request, half.tables(), [(1, half.state, UNIT)])
     half.side.finished(request)
-    assert half.blocks.references == {3: 1, 4: 1}
+    assert half.references() == {half.attention: 1, half.state: 1}
     assert half.step({}, {}) == 2
     half.side.close()
 
@@ -93,9 +107,33 @@ def test_beside_a_ring_states_in_its_middle_are_left_out(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = Half(vllm_config, BLOCK, monkeypatch)
-    half.request(BLOCK + 10)
-    assert half.step({"a": UNIT}, {"a": [(1, 4, UNIT)]}) == 0
+    request = half.request(BLOCK + 10)
+    half.names(request, half.state, UNIT)
+    assert half.step({"a": UNIT}, {"a": [(1, half.state, UNIT)]}) == 0
     assert half.side.counters()["offers_refused"] == 0
-    assert half.step({}, {"a": [(1, 4, BLOCK)]}) == 1
-    assert half.blocks.references == {4: 1}
+    half.names(request, half.state, BLOCK)
+    assert half.step({}, {"a": [(1, half.state, BLOCK)]}) == 1
+    assert half.references() == {half.state: 1}
+    half.side.close()
+
+
+def test_a_state_whose_block_somebody_else_has_is_not_saved(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With asynchronous scheduling vLLM offers between steps, and may reuse the block at once."""
+    half = Half(vllm_config, BLOCK, monkeypatch)
+    first = half.request(3 * BLOCK)
+    other = half.request(3 * BLOCK, "b", 70)
+    offers = {"a": [(1, half.state, BLOCK)]}
+    assert half.step({}, offers) == 0, "its name is gone"
+    half.names(other, half.state, BLOCK)
+    assert half.step({}, offers) == 0, "somebody else's state"
+    half.pool.evict_blocks({half.state})
+    half.names(first, half.state, 2 * BLOCK)
+    assert half.step({}, offers) == 0, "its own, of more tokens"
+    assert half.references() == {}
+    half.pool.cache_partial_block(first, half.pool.blocks[half.state], BLOCK, 1, BLOCK)
+    assert half.step({}, offers) == 1, "found under two names"
+    assert half.references() == {half.state: 1}
+    assert half.side.counters()["offers_refused"] == 0
     half.side.close()

@@ -71,6 +71,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
                 self._options,
                 loads=loads,
                 saves=saves,
+                takes_back=vllm_config.scheduler_config.policy != "fcfs",
                 announcer=(
                     Announcer(kv_cache_config, described.projection)
                     if wanted(vllm_config)

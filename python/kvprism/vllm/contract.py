@@ -64,7 +64,18 @@ _USED: Uses = (
         "KVConnectorOutput",
         ("finished_recving", "failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
     ),
-    ("vllm.v1.core.block_pool", "BlockPool", ("blocks", "touch", "free_blocks", "evict_blocks")),
+    (
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        (
+            *("blocks", "touch", "free_blocks", "evict_blocks", "hash_block_size"),
+            *("cached_block_hash_to_block", "cached_block_hashes_by_block"),
+        ),
+    ),
+    ("vllm.v1.core.block_pool", "BlockHashToBlockMap", ("contain",)),
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock", ("block_id", "block_hash")),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", ("blocks", "get_block_ids")),
+    ("vllm.config.scheduler", "SchedulerConfig", ("policy",)),
     (_BASE, "KVConnectorTransferResults", ("finished_recving", "failed_recving")),
     (
         "vllm.distributed.kv_events",
@@ -123,6 +134,11 @@ _CALLED: Uses = (
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
     ),
     ("vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", ("hash_bytes",)),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "make_block_hash_with_group_id",
+        ("block_hash", "group_id"),
+    ),
     ("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind", ("kv_cache_spec",)),
     ("vllm.distributed.utils", "get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
 )

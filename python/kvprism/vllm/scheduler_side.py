@@ -16,6 +16,7 @@ from .events import Announcer
 from .metadata import ReportMetadata, StageMetadata, StepMetadata
 from .mooncake import open_store
 from .options import Options
+from .own_cache import named_beyond, names
 from .sibling_loads import SiblingLoads
 from .stats import Differences, StoreStats
 
@@ -27,7 +28,9 @@ class _Tracked:
 
     __slots__ = (
         "accepted",
+        "blocks",
         "checked_below",
+        "computed",
         "hashes",
         "last_hash",
         "limit",
@@ -49,6 +52,8 @@ class _Tracked:
         self.misnamed = False  # its hashes may not be those of its tokens
         self.hashes = 0  # seen so far
         self.last_hash = b""  # of those
+        self.blocks: Any = None  # vLLM's own lists of them, which outlive a preemption
+        self.computed: int | None = None  # tokens after the last step; None: no step yet
         self.begin()
 
     def begin(self) -> None:
@@ -95,12 +100,15 @@ class SchedulerSide:
         *,
         loads: bool,
         saves: bool,
+        takes_back: bool = False,
         announcer: Announcer | None = None,
         stages: tuple[StageMetadata, ...] = (),
     ) -> None:
         self._save_decode = bool(options.save_decode_cache)
         self._loads = loads
         self._saves = saves
+        # vLLM may preempt a request that it has scheduled in the same step.
+        self._takes_back = saves and takes_back
         self._step_tokens = described.projection.scheduler_block_size
         # Hits may end inside a block, and so may what is saved of a prompt.
         self._hit_tokens = described.projection.hit_alignment
@@ -211,6 +219,8 @@ class SchedulerSide:
         number = self._number(request)
         if self._saves:
             self._begun[request.request_id] = blocks
+        tracked = self._requests[request.request_id]
+        tracked.blocks, tracked.computed = blocks, None
         if external_tokens == 0:
             self._core.allocated(number, 0, ())
             return
@@ -220,7 +230,7 @@ class SchedulerSide:
             # vLLM waits all the same, for whatever reason the offer is gone.
             self._refused.append(request.request_id)
             return
-        self._requests[request.request_id].loaded = True
+        tracked.loaded = True
         self._loading[job] = request.request_id
         self._step_loads.append((job, request.request_id))
 
@@ -231,7 +241,11 @@ class SchedulerSide:
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
+                if self._takes_back and request_id not in output.num_scheduled_tokens:
+                    self._forget_uncomputed(tracked)
                 self._begin_again(tracked)
+        if self._takes_back:
+            self._note_computed(output.num_scheduled_tokens)
         self._step += 1
         state = output.kv_connector_block_state
         self._hold_back(output, state)
@@ -266,6 +280,19 @@ class SchedulerSide:
         self._refused.clear()
         self._abandoned.clear()
         return metadata
+
+    def _note_computed(self, scheduled: Mapping[str, int]) -> None:
+        for name, tokens in scheduled.items():
+            if (tracked := self._requests.get(name)) is not None:
+                request = tracked.request
+                tracked.computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+
+    def _forget_uncomputed(self, tracked: _Tracked) -> None:
+        """vLLM names blocks when it schedules, and lets the next step find them also where it has
+        taken the request out of this one."""
+        if tracked.computed is not None:
+            hashes, tables = tracked.request.block_hashes, tracked.blocks.blocks
+            self._pool.evict_blocks(named_beyond(self._pool, hashes, tables, tracked.computed))
 
     def _hold_back(self, output: Any, state: Any) -> None:
         """What may rest on a load that another child does in this step is not saved with it."""
@@ -374,7 +401,10 @@ class SchedulerSide:
             for group, block, tokens in states:
                 if tokens % self._hit_tokens:
                     continue  # beside a ring vLLM's own hits may end where those of a store do not
-                if tracked.limit is None or tokens <= tracked.limit:
+                if tracked.limit is not None and tokens > tracked.limit:
+                    continue
+                # An offer of between two steps may have lost its block in the second (R05).
+                if names(self._pool, tracked.request.block_hashes, group, block, tokens):
                     self._core.boundary(tracked.number, self._groups[group], block, tokens)
 
     def save_last_states(
@@ -427,6 +457,8 @@ class SchedulerSide:
             tracked = None
         if tracked is None:
             tracked = self._track(request, purged=purged, misnamed=misnamed)
+            if before is not None and before.request is request:
+                tracked.blocks, tracked.computed = before.blocks, before.computed
         elif grown:
             self._grow(tracked, misnamed=misnamed)
         return tracked.number
