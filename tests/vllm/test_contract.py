@@ -464,6 +464,52 @@ def test_where_a_window_is_computed_anew_hits_end_on_whole_blocks(vllm_config: A
         assert projection.max_hit(65) == 64
 
 
+# Groups and the tokens of their blocks, context ranks, and where hits end with hashes of 32 tokens.
+ENDS: list[tuple[dict[str, int], int, int]] = [
+    ({"full": 64, "mamba": 64}, 1, 32),
+    ({"full": 64, "mamba": 64}, 2, 32),
+    ({"full": 32, "mamba": 64}, 1, 32),
+    ({"full": 64, "mamba": 32}, 1, 64),
+    ({"full": 32, "mamba": 32}, 2, 32),
+    ({"full": 64, "mamba": 64, "ring": 32}, 1, 32),
+    ({"full": 64, "mamba": 64, "ring": 64}, 1, 64),  # less is taken than vLLM offers (D30)
+    ({"full": 64, "mamba": 64, "window": 32}, 1, 32),
+    ({"full": 64, "mamba": 64, "window": 64}, 1, 64),
+    ({"full": 64, "mamba": 64, "chunked": 64}, 1, 64),
+    ({"full": 64, "window": 32}, 1, 64),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ranks", "expected"), ENDS)
+def test_hits_end_where_those_of_vllm_do(
+    vllm_config: Any, sizes: dict[str, int], ranks: int, expected: int
+) -> None:
+    """Versions before 0.32 do not say where."""
+    import copy
+    import dataclasses
+
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    ours = config(*sizes)
+    for group, size in zip(ours.kv_cache_groups, sizes.values(), strict=True):
+        spec = dataclasses.replace(group.kv_cache_spec, block_size=size)
+        object.__setattr__(group, "kv_cache_spec", spec)
+    step = 64 * ranks if 64 in sizes.values() else 64
+    manager = KVCacheManager(ours, 1024, step, 32, dcp_world_size=ranks)
+    theirs = manager.coordinator._cache_hit_alignment_tokens
+    fine = cache_config._ends_inside_blocks(ours.kv_cache_groups, 32, ranks)
+    assert theirs == (32 if fine else step)
+    resolve = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
+    if resolve is not None:
+        changed = copy.copy(vllm_config)
+        changed.parallel_config = copy.copy(vllm_config.parallel_config)
+        object.__setattr__(changed.parallel_config, "decode_context_parallel_size", ranks)
+        assert resolve(ours, changed, step, 32) == theirs
+        object.__setattr__(ours, "cache_hit_alignment_tokens", theirs)
+    assert cache_config._hit_alignment(ours, (step, 32), ranks) == expected
+
+
 def test_beside_a_ring_hits_end_where_it_is_empty(vllm_config: Any) -> None:
     """It is in no store: behind a hit that ends within it, its rows would be missing."""
     import dataclasses

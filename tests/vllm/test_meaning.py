@@ -314,6 +314,12 @@ def test_functions_that_change_a_configuration_are_told_apart(vllm_config: Any) 
 
     seen = {fingerprint(vllm_config, hf_overrides=each) for each in (None, one, another)}
     assert len(seen) == 3
+    # One of the script that starts vLLM, in its own process, in a forked and in a spawned one.
+    one.__module__ = another.__module__ = "__main__"
+    another.__qualname__ = one.__qualname__
+    of_script = fingerprint(vllm_config, hf_overrides=one)
+    another.__module__ = "__mp_main__"
+    assert fingerprint(vllm_config, hf_overrides=another) == of_script
 
 
 @pytest.fixture(scope="module")
@@ -489,6 +495,20 @@ def test_what_a_prefix_does_not_say_is_refused(vllm_config: Any) -> None:
             cache_config.describe(off, config("window", full=spec), (32, 32), "")
         assert "1 problem" in str(caught.value)
         assert "kv_cache_groups[1].kv_cache_spec.non_causal = True: expected" in str(caught.value)
+
+
+def test_a_diffusion_model_is_refused(vllm_config: Any) -> None:
+    """Some of its requests are answered without writing the tokens that vLLM caches."""
+    diffuses = changed(vllm_config, "ModelConfig", {})
+    given = copy.copy(diffuses.model_config.hf_config)
+    given.canvas_length = 32
+    diffuses.model_config.hf_config = given
+    diffuses.model_config.__dict__.pop("is_diffusion", None)  # which vLLM keeps
+    cache_config.describe(vllm_config, config("full"), (32, 32), "")
+    with pytest.raises(kvprism.ConfigError) as caught:
+        cache_config.describe(diffuses, config("full"), (32, 32), "")
+    assert "1 problem" in str(caught.value)
+    assert "model_config.is_diffusion = True: expected" in str(caught.value)
 
 
 def test_facts_are_the_same_in_every_process() -> None:

@@ -276,6 +276,27 @@ def test_an_engine_continues_from_the_store(version: str) -> None:
     assert result["counters"]["loads_failed"] == result["counters"]["save_chunks_failed"] == 0
 
 
+@pytest.mark.soak  # the rule itself is in test_contract.py, with the managers of each version
+def test_hits_end_inside_blocks_of_states(version: str) -> None:
+    engine = {"dtype": "bfloat16", "mamba_cache_mode": "align", "prefix_match_unit": 32}
+    with LocalMooncake(storage_bytes=1 << 30) as mooncake:
+        twice = Engine(
+            harness.kvprism_connector(mooncake.master),
+            rounds=[harness.prompts()] * 2,
+            reset=True,
+        )
+        (result,) = harness.run_engines(
+            conftest.model("qwen3next"),
+            [twice],
+            engine=engine,
+            environment=versions.environment(version),
+        )
+    assert result["version"] == version
+    assert (harness.hits(result), harness.hits(result, 1)) == (0, 2432)
+    assert harness.tokens(result) == harness.tokens(result, 1)
+    assert result["counters"]["loads_failed"] == result["counters"]["save_chunks_failed"] == 0
+
+
 # With one group vLLM hears of blocks, with two of requests.
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_an_engine_computes_what_a_load_did_not_bring(version: str, name: str) -> None:

@@ -289,7 +289,9 @@ def describe(
         },
         "scheduler_block_size": scheduler_block_size,
         "hash_block_size": hash_block_size,
-        "cache_hit_alignment_tokens": _hit_alignment(kv_cache_config, scheduler_block_size),
+        "cache_hit_alignment_tokens": _hit_alignment(
+            kv_cache_config, block_sizes, getattr(parallel, "decode_context_parallel_size", 1)
+        ),
         "prefix_cache_retention_interval": getattr(
             kv_cache_config, "prefix_cache_retention_interval", None
         ),
@@ -318,19 +320,56 @@ def describe(
 _RINGS = ("CircularBufferSpec", "KpoolTailSpec")
 
 
-def _hit_alignment(kv_cache_config: Any, scheduler_block_size: int) -> int | None:
+def _hit_alignment(
+    kv_cache_config: Any, block_sizes: tuple[int, int], context_ranks: int
+) -> int | None:
     """Of the engine's own cache; the store offers and keeps what it would."""
+    scheduler_block_size, unit = block_sizes
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     specs = [each for spec in groups for each in (_layer_specs(spec) or {"": spec}).values()]
     if any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
         # Where the end of a hit is computed anew, vLLM takes whole blocks of what is offered.
         return scheduler_block_size
-    aligned = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    aligned: int | None
+    if hasattr(kv_cache_config, "cache_hit_alignment_tokens"):
+        aligned = kv_cache_config.cache_hit_alignment_tokens
+    else:  # before vLLM 0.32
+        fine = _ends_inside_blocks(kv_cache_config.kv_cache_groups, unit, context_ranks)
+        aligned = unit if fine else scheduler_block_size
     rings = (spec for spec in specs if type(spec).__name__ in _RINGS)
     if aligned and any(aligned % ring.block_size for ring in rings):
         # A ring is not stored, and behind such an end it would have to be half full.
         return scheduler_block_size
     return aligned
+
+
+def _ends_inside_blocks(groups: Collection[Any], unit: int, context_ranks: int) -> bool:
+    """Whether hits may: where states are larger, and whatever manages the others looks so closely.
+
+    Args:
+        groups: vLLM's groups.
+        unit: Tokens of a hash.
+        context_ranks: That share the tokens of a block of attention.
+    """
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    states = [
+        group.kv_cache_spec
+        for group in groups
+        if getattr(group.kv_cache_spec, "mamba_cache_mode", None) == "align"
+    ]
+    least = unit if context_ranks > 1 else unit + 1
+    if len(groups) == 1 or not any(spec.block_size >= least for spec in states):
+        return False
+    for group in groups:
+        spec = group.kv_cache_spec
+        manager = KVCacheSpecRegistry.get_manager_class(spec, group.role)
+        if not spec.prefix_cacheable or manager.supports_fine_grained_hash_lookup:
+            continue
+        shared = _attribute(spec, "dcp_sharded")
+        if spec.block_size * (context_ranks if shared else 1) != unit:
+            return False
+    return True
 
 
 def _need_prefixes(vllm_config: Any, groups: Collection[Any], problems: Problems) -> None:
@@ -342,6 +381,13 @@ def _need_prefixes(vllm_config: Any, groups: Collection[Any], problems: Problems
             True,
             "layers that read no token before its time",
             "what such layers leave depends on what comes after the prefix",
+        )
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        problems.add(
+            "model_config.is_diffusion",
+            True,
+            "a model that computes its answer token by token",
+            "requests with diffusion_read_only never write blocks that vLLM's own cache then has",
         )
     if not reads_ahead and not vllm_config.cache_config.enable_prefix_caching:
         problems.add(

@@ -140,6 +140,11 @@ _CALLED: Uses = (
         ("block_hash", "group_id"),
     ),
     ("vllm.v1.kv_cache_interface", "get_kv_cache_spec_kind", ("kv_cache_spec",)),
+    (
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry.get_manager_class",
+        ("kvcache_spec", "role"),
+    ),
     ("vllm.distributed.utils", "get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
 )
 

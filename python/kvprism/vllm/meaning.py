@@ -61,7 +61,9 @@ def as_json(value: Any) -> Any:
     if text.startswith("torch."):
         return text
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
+        # The same file under its name in a spawned process.
+        module = "__main__" if value.__module__ == "__mp_main__" else value.__module__
+        return f"{module}.{value.__qualname__}"
     return type(value).__name__
 
 
