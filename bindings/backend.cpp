@@ -501,7 +501,8 @@ Args:
     metadata_server: P2PHANDSHAKE, or a URL with a scheme.
     protocol: tcp or rdma.
     rdma_devices: For rdma only; Mooncake chooses when empty.
-    global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB.
+    global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB. They go with the client, also
+        when it is replaced: lend with a store that nothing else uses.
     local_buffer_size: Bytes of Mooncake's staging buffer; 0, or at least 16 MiB.
     max_slices_per_call: Pieces of memory per native call, 1 to 8192; at most half of Mooncake's TCP queue to a peer.
     max_bytes_per_call: Bytes per call that a worker makes; 0 for no limit.

@@ -269,8 +269,10 @@ typedef struct kvprism_mooncake_options {
   const char* protocol;            /* "tcp" or "rdma" */
   const char* const* rdma_devices; /* null: Mooncake chooses */
   size_t num_rdma_devices;
-  int64_t global_segment_size; /* bytes given to the pool; 0 or at least 16 MiB */
-  int64_t local_buffer_size;   /* bytes; 0 or at least 16 MiB */
+  /* Bytes given to the pool; 0 or at least 16 MiB. They go with the client, also when it is
+     replaced: lend with a store that nothing else uses. */
+  int64_t global_segment_size;
+  int64_t local_buffer_size; /* bytes; 0 or at least 16 MiB */
   int64_t connect_timeout_ns;
   int64_t setup_timeout_ns;
   const char* library;        /* null: searched, see docs/cpp.md */
@@ -602,8 +604,8 @@ KVPRISM_API kvprism_status kvprism_worker_wait(kvprism_worker* worker, int64_t l
 KVPRISM_API kvprism_status kvprism_worker_pump(kvprism_worker* worker, int64_t now_ns, bool* moved,
                                                kvprism_error** error);
 /* Nothing new is started; waits for at most `budget_ns`, and a second longer for a pump thread that
-   does not come back: it is left behind, and counts as unquiet. `unquiet` as in
-   kvprism_store_close. */
+   does not come back: it is left behind, and counts as unquiet until it does. `unquiet` as in
+   kvprism_store_close; a later call tells what is left then. */
 KVPRISM_API kvprism_status kvprism_worker_close(kvprism_worker* worker, int64_t now_ns,
                                                 int64_t budget_ns, uint64_t* unquiet,
                                                 kvprism_error** error);

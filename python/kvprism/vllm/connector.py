@@ -50,7 +50,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         check_contract(KVPrismConnector)
         self._scheduler: SchedulerSide | IdleSide | None = None
         self._worker: WorkerSide | None = None
-        self._lent: ObjectStore | None = None
+        self._lent: ObjectStore | None = None  # in a worker: has its segment, and does nothing
         self._described: Described | None = None  # in a worker: what its keys are made of
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
@@ -152,9 +152,9 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Proves where the blocks lie and registers their memory with Mooncake."""
+        if self._lent is None and (self._idle or self._options.mode == "embedded"):
+            self._lent = open_store(self._options, lends=True)
         if self._idle:
-            if self._lent is None:
-                self._lent = open_store(self._options, gives_memory=True)
             return
         self._tell_of_outer_policy()
         before = self._worker
@@ -459,10 +459,12 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Ends this half; may be repeated."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._lent is not None:
-            self._lent.close(self._options.shutdown_timeout_seconds)
+        try:
+            if self._worker is not None:
+                self._worker.close()
+        finally:
+            if self._lent is not None:
+                self._lent.close(self._options.shutdown_timeout_seconds)
         if self._scheduler is not None:
             self._scheduler.close()
 

@@ -115,7 +115,7 @@ class SchedulerSide:
         self._fine = self._hit_tokens < self._step_tokens
         self._groups = [GroupId(gid) for gid in range(described.projection.num_groups)]
         self._announcer = announcer
-        self._store = open_store(options, gives_memory=False)
+        self._store = open_store(options)
         self._options = options
         self._described = described
         self._pool: Any = None
@@ -178,7 +178,7 @@ class SchedulerSide:
                     "under way: what they were before is kept"
                 )
                 return
-            store = open_store(self._options, gives_memory=False)
+            store = open_store(self._options)
             self._core.close(0.5)  # and the store before it
             del self._core
             self._store = store

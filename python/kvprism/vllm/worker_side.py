@@ -66,7 +66,7 @@ class WorkerSide:
         only: bool = False,
     ) -> None:
         self._map = segment_map(described.projection, kv_cache_config, kv_caches)
-        self._store = open_store(options, gives_memory=True)
+        self._store = open_store(options, moves=True)
         self._worker = StoreWorker(
             described.schema,
             self._map,
@@ -114,7 +114,7 @@ class WorkerSide:
     @property
     def released(self) -> bool:
         """Whether nothing of Mooncake has the cache's memory any more."""
-        return self._closed and not self._unquiet
+        return self._closed and self.close() == 0
 
     def bind(self, metadata: StepMetadata) -> None:
         """Takes a step's metadata; some runners never come to the end of the step before."""
@@ -302,7 +302,8 @@ class WorkerSide:
             Calls of Mooncake that may still touch the memory.
         """
         if self._closed:
-            self._unquiet = self._worker.close(0.0)  # what it said may have been lost
+            self._unquiet = self._worker.close(0.0)  # calls return; what it said may be lost
+            self._take(self._worker.poll())
             return self._unquiet
         self._closed = True
         self._unquiet = 1  # as long as nobody has said what is

@@ -1409,7 +1409,8 @@ def mooncake_store(*, master: str, local_hostname: str = '127.0.0.1', metadata_s
         metadata_server: P2PHANDSHAKE, or a URL with a scheme.
         protocol: tcp or rdma.
         rdma_devices: For rdma only; Mooncake chooses when empty.
-        global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB.
+        global_segment_size: Bytes that this process gives to the pool; 0, or at least 16 MiB. They go with the client, also
+            when it is replaced: lend with a store that nothing else uses.
         local_buffer_size: Bytes of Mooncake's staging buffer; 0, or at least 16 MiB.
         max_slices_per_call: Pieces of memory per native call, 1 to 8192; at most half of Mooncake's TCP queue to a peer.
         max_bytes_per_call: Bytes per call that a worker makes; 0 for no limit.
@@ -2287,6 +2288,7 @@ class StoreWorker:
 
         Returns:
             Calls that may still touch the memory, which must then stay mapped: a kept reference to the segment map sees to it.
+            A later call tells how many are left.
 
         Raises:
             ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.

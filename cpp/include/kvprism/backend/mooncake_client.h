@@ -50,7 +50,9 @@ struct MooncakeOptions {
   std::string metadata_server = "P2PHANDSHAKE";  // or a URL with a scheme
   std::string protocol = "tcp";                  // "tcp" or "rdma"
   std::vector<std::string> rdma_devices{};       // rdma only; empty: Mooncake chooses
-  std::int64_t global_segment_size = 0;          // bytes given to the pool; 0 or at least 16 MiB
+  // Bytes given to the pool; 0 or at least 16 MiB. They go with the client, also when it is
+  // replaced: lend with a store that nothing else uses.
+  std::int64_t global_segment_size = 0;
   std::int64_t local_buffer_size = 0;  // bytes of Mooncake's staging buffer; 0 or at least 16 MiB
   // 1..8192, and at most half of Mooncake's TCP queue to a peer, beyond which a call hangs for a
   // minute: 512 where it is as large as by default, 8192 where it could be raised (environment
