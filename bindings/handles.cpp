@@ -229,12 +229,18 @@ std::vector<std::byte> BoundWorker::wait(Duration longest) {
 CloseReport BoundWorker::close_once(Duration budget) {
   closed_ = true;
   const std::lock_guard lock(mutex_);
-  if (ended_ || owner_ != getpid()) return close_report_;
+  if ((ended_ && close_report_.unquiet == 0) || owner_ != getpid()) return close_report_;
   ended_ = true;
   const Instant until = monotonic_now() + budget;
+  const auto left = [&] { return std::max(Duration{}, until - monotonic_now()); };
+  const auto ask = [&] {
+    return pump_ ? pump_->stop(left()) : worker_->close(monotonic_now(), left());
+  };
   close_report_.unquiet = 1;  // until it is known
-  close_report_ = pump_ ? pump_->stop(budget) : worker_->close(monotonic_now(), budget);
-  handle_->close(std::max(Duration{}, until - monotonic_now()));
+  close_report_ = ask();
+  handle_->close(left());
+  // The connection has ended with it, and what it held.
+  if (close_report_.unquiet != 0) close_report_ = ask();
   return close_report_;
 }
 

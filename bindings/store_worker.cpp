@@ -183,6 +183,7 @@ Args:
 
 Returns:
     Calls that may still touch the memory, which must then stay mapped: a kept reference to the segment map sees to it.
+    A later call tells how many are left.
 
 Raises:
     ArgumentError: The timeout is below 0, or a simulated engine has taken the worker over.)");

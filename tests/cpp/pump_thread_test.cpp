@@ -156,6 +156,7 @@ class SilentStore final : public ObjectStore {
     return take(batch);
   }
   bool poll_store(Instant, Completion&) override {
+    ++polls;
     if (polls_that_throw > 0) {
       --polls_that_throw;
       throw std::runtime_error("no memory for an answer");
@@ -167,9 +168,12 @@ class SilentStore final : public ObjectStore {
     closing = true;
     while (hang_in_close) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     ++closed;
+    if (returned) return {};
     return {1, {OpId{1}}};
   }
 
+  std::atomic<int> polls{0};
+  std::atomic<bool> returned{false};  // the call that it never answered
   std::atomic<int> closed{0};
   std::atomic<bool> closing{false};
   std::atomic<bool> hang_in_close{false};
@@ -299,6 +303,62 @@ TEST(PumpThread, IsNamedAndBlocksSignals) {
   EXPECT_FALSE(thread_exists("kvp-pump"));
 }
 
+// A call that hangs for days must not cost a thousand wakes a second.
+TEST(PumpThread, SleepsWhileAJobThatHasBeenToldWaitsForItsCall) {
+  const auto store = std::make_shared<SilentStore>();
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store, {milliseconds(1), seconds(60)});
+  StepPlan plan = rank.plan(JobKind::kSave, 1, 1, 1);
+  plan.jobs[0].timeout = milliseconds(20);
+  ASSERT_TRUE(rank.worker->submit(plan.view(), ReadyToken::host()).accepted);
+  pump.notify();
+  WorkerReport report;
+  while (!rank.worker->poll(report)) pump.wait_moved(pump.moves(), milliseconds(10));
+  ASSERT_EQ(report.jobs.size(), 1u);
+  EXPECT_EQ(report.jobs[0].outcome, JobOutcome::kExpired);
+  EXPECT_EQ(report.jobs[0].quiet, 0);
+  EXPECT_EQ(rank.worker->counters().jobs_alive, 1u);
+  const int before = store->polls;
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  EXPECT_LT(store->polls - before, 10);
+  // A job that has no outcome is looked after as before.
+  plan.jobs[0].id = JobId{2};
+  plan.step = 2;
+  ASSERT_TRUE(rank.worker->submit(plan.view(), ReadyToken::host()).accepted);
+  pump.notify();
+  while (!rank.worker->poll(report)) pump.wait_moved(pump.moves(), milliseconds(10));
+  EXPECT_EQ(report.jobs[0].outcome, JobOutcome::kExpired);
+}
+
+TEST(PumpThread, StopTellsWhatIsUnquietNow) {
+  const auto store = std::make_shared<SilentStore>();
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store);
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u);
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u);
+  store->returned = true;
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 0u);
+  EXPECT_EQ(store->closed.load(), 3);
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 0u);
+  EXPECT_EQ(store->closed.load(), 3) << "nothing is left to ask for";
+}
+
+TEST(PumpThread, AWorkerThatComesBackLateIsToldAsQuiet) {
+  const auto store = std::make_shared<SilentStore>();
+  store->hang_in_close = true;
+  Rank rank(store);
+  PumpThread pump(rank.worker, rank.store);
+  EXPECT_EQ(pump.stop(milliseconds(1)).unquiet, 1u) << "it was left behind";
+  store->returned = true;
+  store->hang_in_close = false;
+  std::size_t unquiet = 1;
+  for (int round = 0; round < 2000 && unquiet != 0; ++round) {
+    unquiet = pump.stop(milliseconds(1)).unquiet;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(unquiet, 0u);
+}
+
 TEST(PumpThread, StopTellsTheSameToEveryCaller) {
   const auto store = std::make_shared<SilentStore>();
   Rank rank(store);
@@ -313,7 +373,6 @@ TEST(PumpThread, StopTellsTheSameToEveryCaller) {
   }
   for (std::thread& caller : callers) caller.join();
   for (const std::size_t answer : unquiet) EXPECT_EQ(answer, 1u);
-  EXPECT_EQ(store->closed.load(), 1);
   EXPECT_TRUE(pump.wait_moved(pump.moves(), seconds(60))) << "nobody waits for an ended thread";
 }
 

@@ -109,8 +109,8 @@ TEST_F(WorkerTest, MemoryOfADeviceNeedsAStoreThatMovesIt) {
     EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
     EXPECT_STREQ(error.what(),
                  "store worker: regions[0].device = 0: expected host memory, as store scripted "
-                 "moves no other (of Mooncake install a build for accelerators: "
-                 "mooncake-transfer-engine instead of mooncake-transfer-engine-non-cuda)");
+                 "moves no other (of Mooncake a build for accelerators is needed: uninstall "
+                 "mooncake-transfer-engine-non-cuda, then install mooncake-transfer-engine)");
   }
   EXPECT_THAT(host_only->regions, IsEmpty());
   EXPECT_THROW(StoreWorker(schema, on_device, host_only, {.max_gets_in_flight = 0}), Error);

@@ -120,6 +120,32 @@ def test_storage_that_stops_and_goes_on() -> None:
         engine.close()
 
 
+def test_a_later_close_tells_what_is_unquiet_then() -> None:
+    """A call that has returned holds no memory any more, and the scheduler hears of it."""
+    with LocalMooncake(storage_bytes=64 << 20) as mooncake:
+        engine = Engine(mooncake)
+        assert engine.stored(prompt(1)) == 3
+        request, offered = engine.found(prompt(1))
+        assert engine.scheduler.allocated(request, offered, [TARGETS]) is not None
+        mooncake.pause_storage()
+        assert engine.worker.submit(engine.scheduler.end_step(), kvprism.ReadyToken.host())
+        while engine.worker.counters()["gets"] == 0:
+            assert engine.worker.wait(0.1) is None
+        for _ in range(2):
+            assert engine.worker.close(0.0) > 0
+        engine.scheduler.report(engine.worker.poll())
+        assert engine.scheduler.counters()["ledger"]["blocks_held"] == 3
+        mooncake.resume_storage()
+        while engine.worker.close(0.1) != 0:
+            assert time.monotonic() < engine.end
+        engine.scheduler.report(engine.worker.poll())
+        (end,) = engine.scheduler.take_load_ends()
+        assert not end.complete
+        engine.scheduler.finished(request)
+        assert engine.holds_nothing()
+        engine.scheduler.close()
+
+
 def test_the_interpreter_ends_with_and_without_close(children: Children) -> None:
     with LocalMooncake(storage_bytes=64 << 20) as mooncake:
         processes = [children.start("leave", mooncake, how) for how in ("close", "open") * EXITS]

@@ -83,21 +83,8 @@ struct PumpThread::State {
     }
   }
 
-  void run() {
-    while (!must_stop()) {
-      if (guarded("the store worker goes on after an error",
-                  [&] { return worker->pump(monotonic_now()); })) {
-        count_move();
-        continue;
-      }
-      const bool busy = worker->counters().jobs_alive != 0;
-      signal.wait(busy ? options.busy_interval : options.idle_interval);
-    }
-    Duration allowed;
-    {
-      const std::lock_guard lock(mutex);
-      allowed = budget;
-    }
+  // Of the thread, and of whoever has the turn once that has ended.
+  CloseReport close(Duration allowed) noexcept {
     CloseReport closed;
     // What could not be closed may go on: its memory must stay.
     if (!guarded("a store worker was not closed", [&] {
@@ -106,6 +93,24 @@ struct PumpThread::State {
         })) {
       closed.unquiet = std::max<std::size_t>(1, worker->counters().jobs_alive);
     }
+    return closed;
+  }
+
+  void run() {
+    while (!must_stop()) {
+      if (guarded("the store worker goes on after an error",
+                  [&] { return worker->pump(monotonic_now()); })) {
+        count_move();
+        continue;
+      }
+      signal.wait(worker->has_untold() ? options.busy_interval : options.idle_interval);
+    }
+    Duration allowed;
+    {
+      const std::lock_guard lock(mutex);
+      allowed = budget;
+    }
+    CloseReport closed = close(allowed);
     {
       const std::lock_guard lock(mutex);
       report = std::move(closed);
@@ -121,6 +126,7 @@ struct PumpThread::Handle {
   std::jthread thread;
   pid_t owner = 0;  // the process that has the thread
   bool left_behind = false;
+  bool told = false;  // what was unquiet when it was to end
 };
 
 PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
@@ -142,7 +148,15 @@ PumpThread::PumpThread(std::shared_ptr<StoreWorker> worker,
   handle_->owner = getpid();
 }
 
-PumpThread::~PumpThread() { stop({}); }
+PumpThread::~PumpThread() {
+  if (handle_->owner != getpid()) {
+    // A forked child has no such thread; joining it would wait for ever.
+    if (handle_->thread.joinable()) handle_->thread.detach();
+    return;
+  }
+  const std::lock_guard turn(handle_->mutex);
+  end_thread({});
+}
 
 void PumpThread::notify() noexcept { state_->signal.notify(); }
 
@@ -162,33 +176,33 @@ bool PumpThread::wait_moved(std::uint64_t seen, Duration longest) const {
                                   [&] { return state_->moves != seen || state_->ended; });
 }
 
-CloseReport PumpThread::stop(Duration budget) {
-  if (handle_->owner != getpid()) {
-    // A forked child has no such thread; joining it would wait for ever.
-    if (handle_->thread.joinable()) handle_->thread.detach();
-    return {};
-  }
+// With the turn. False: the thread is left behind.
+bool PumpThread::end_thread(Duration budget) {
   State& state = *state_;
-  {
-    const std::lock_guard lock(state.mutex);
-    if (!state.stopping) state.budget = std::clamp(budget, Duration{}, detail::kLongestWait);
-    state.stopping = true;
-  }
-  state.signal.notify();
-  // Later callers wait here for the first.
-  const std::lock_guard turn(handle_->mutex);
   std::unique_lock lock(state.mutex);
+  if (!state.stopping) state.budget = budget;
+  state.stopping = true;
+  state.signal.notify();
   const Duration longest = handle_->left_behind ? Duration{} : state.budget + kGrace;
   const bool ended =
       state.changed.wait_for(lock, detail::bounded(longest), [&] { return state.ended; });
-  CloseReport report = state.report;
   lock.unlock();
   if (handle_->thread.joinable()) ended ? handle_->thread.join() : handle_->thread.detach();
-  if (!ended) {
-    handle_->left_behind = true;
-    ++report.unquiet;
-  }
-  return report;
+  handle_->left_behind = !ended;
+  return ended;
+}
+
+CloseReport PumpThread::stop(Duration budget) {
+  if (handle_->owner != getpid()) return {};
+  budget = std::clamp(budget, Duration{}, detail::kLongestWait);
+  const std::lock_guard turn(handle_->mutex);  // later callers wait here for the first
+  State& state = *state_;
+  const bool ended = end_thread(budget);
+  const bool again = std::exchange(handle_->told, true);
+  if (!ended) return {1, {}};
+  // The thread has gone: nobody else touches worker and report.
+  if (again && state.report.unquiet != 0) state.report = state.close(budget);
+  return state.report;
 }
 
 }  // namespace kvprism

@@ -274,8 +274,8 @@ void check_devices(const SegmentMap& map, const StoreCapabilities& store, Proble
     if (device < 0) continue;
     problems.add("regions[" + std::to_string(r) + "].device", std::to_string(device),
                  "host memory, as store " + store.name + " moves no other",
-                 "of Mooncake install a build for accelerators: mooncake-transfer-engine instead "
-                 "of mooncake-transfer-engine-non-cuda");
+                 "of Mooncake a build for accelerators is needed: uninstall "
+                 "mooncake-transfer-engine-non-cuda, then install mooncake-transfer-engine");
     return;
   }
 }
@@ -503,6 +503,12 @@ CloseReport StoreWorker::Impl::close(Instant now, Duration budget) {
   }
   retire();
   return report;
+}
+
+bool StoreWorker::has_untold() const {
+  const Impl& w = *impl_;
+  return w.arriving != nullptr || w.inbox.size() != 0 ||
+         std::any_of(w.jobs.begin(), w.jobs.end(), [](const auto& job) { return !job->told; });
 }
 
 StoreWorkerCounters StoreWorker::counters() const {

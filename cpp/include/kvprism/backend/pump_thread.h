@@ -13,7 +13,7 @@ namespace kvprism {
 
 struct PumpThreadOptions {
   Duration busy_interval =
-      milliseconds(1);  // longest sleep while jobs are alive: ready tokens and timeouts
+      milliseconds(1);  // longest sleep while a job has no outcome: ready tokens and timeouts
   Duration idle_interval = milliseconds(200);  // longest sleep otherwise
 };
 
@@ -41,15 +41,16 @@ class KVPRISM_API PumpThread {
   // in the first two.
   bool wait_moved(std::uint64_t seen, Duration longest) const;
 
-  // Closes the worker with `budget` and ends the thread; a later call returns the same report. If
-  // the worker has not come back a second after it, the thread is left behind and counted as one
-  // unquiet operation.
+  // Closes the worker with `budget` and ends the thread. If the worker has not come back a second
+  // after it, the thread is left behind, and counted as one unquiet operation until it is back. A
+  // later call tells what is unquiet then, and waits for it within its own budget.
   // In a forked child it returns at once.
   CloseReport stop(Duration budget);
 
  private:
   struct State;
   struct Handle;
+  bool end_thread(Duration budget);
   std::shared_ptr<State> state_;
   std::unique_ptr<Handle> handle_;
 };

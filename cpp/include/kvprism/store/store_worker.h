@@ -118,6 +118,9 @@ class KVPRISM_API StoreWorker : public OneUser {
   // Nothing new is started; what has not started is cancelled; waits at most `budget` for the rest.
   CloseReport close(Instant now, Duration budget);
 
+  // Whether time alone may move a job: one that has no outcome yet. From the thread that pumps.
+  bool has_untold() const;
+
   StoreWorkerCounters counters() const;
   // By GroupId, of all groups; those that are not stored stay at 0.
   std::vector<StoreGroupCounters> group_counters() const;
