@@ -114,17 +114,27 @@ def check_build(facts: Facts) -> Finding | None:
     installed = facts.installed
     if installed is None:
         return None
+    hint = "install a known version, or run `kvprism doctor --probe` and set unknown_build to probe"
     for row in facts.known_builds:
-        if row.build_id == installed.build_id:
+        if row.build_id != installed.build_id:
+            continue
+        if not installed.distribution or (row.distribution, row.version) == (
+            installed.distribution,
+            installed.version,
+        ):
             how = "exercised by our tests" if row.exercised else "compared, not exercised"
             return Finding("ok", "build", f"{installed.build_id}, known ({how})")
+        hint = (
+            f"its file is that of {row.distribution} {row.version}, which has overwritten it: "
+            "uninstall both, then install one of them"
+        )
     known = sorted({f"{row.distribution} {row.version}" for row in facts.known_builds})
     return Finding(
         "problem",
         "build",
         f"{installed.name} with build-id "
         f"{installed.build_id or '(none)'} is not known; known are {', '.join(known) or 'none'}",
-        "install a known version, or run `kvprism doctor --probe` and set unknown_build to probe",
+        hint,
     )
 
 

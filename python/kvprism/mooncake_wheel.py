@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from ._core import known_mooncake_builds
+
 # "mooncake/store.so" and, in later versions, "mooncake/_store.cpython-311-x86_64-linux-gnu.so".
 _STORE_LIBRARY = re.compile(r"mooncake/(store|_store\.cpython-[^/]*)\.so")
 
@@ -114,14 +116,21 @@ def find_installed_mooncake(path: Sequence[str] | None = None) -> InstalledMoonc
 def describe_library(library: Path, path: Sequence[str] | None = None) -> InstalledMooncake:
     """The installed distribution that lists a store library, or what the file itself tells.
 
+    pip lets a second distribution overwrite the file of another: of several that list it, the one
+    whose build it is.
+
     Args:
         library: The store library.
         path: Folders to search; ``sys.path`` when None.
     """
     library = library.resolve()
-    for installed in installed_mooncakes(path):
-        if installed.library == library:
-            return installed
+    listed = [found for found in installed_mooncakes(path) if found.library == library]
+    rows = {(row.distribution, row.version, row.build_id) for row in known_mooncake_builds()}
+    for found in listed:
+        if (found.distribution, found.version, found.build_id) in rows:
+            return found
+    if listed:
+        return min(listed, key=lambda found: found.distribution)
     build_id, needed = read_library(library)
     return InstalledMooncake("", "", "", library, build_id, needed)
 

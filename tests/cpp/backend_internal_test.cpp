@@ -1,4 +1,5 @@
 // Pure parts of the Mooncake backend: result codes, option checks, pre-flight, file facts.
+#include <elf.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -8,12 +9,14 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <future>
 #include <limits>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "backend/mooncake_native.h"
@@ -252,6 +255,7 @@ TEST(Preflight, ConnectsWithinItsLimit) {
   EXPECT_NE(detail::Knock(target).failure(kvprism::seconds(2)), "");
   port.listen();
   EXPECT_EQ(detail::Knock(target).failure(kvprism::seconds(2)), "");
+  EXPECT_EQ(detail::Knock(target).failure(Duration{1}), "") << "a millisecond is the least";
   const auto began = std::chrono::steady_clock::now();
   EXPECT_NE(detail::Knock({"no-such-host.invalid", 1}).failure(kvprism::milliseconds(300)), "");
   EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(10));
@@ -563,12 +567,41 @@ TEST(LibraryFile, BuildIdOfWhatIsNoLibraryIsEmpty) {
   EXPECT_EQ(mooncake::read_build_id((folder.path() / "none").string()), "");
 }
 
+// What is read of a library: an ELF file of one note.
+std::string library_with(std::string_view build_id) {
+  Elf64_Ehdr header{};
+  std::memcpy(header.e_ident, ELFMAG, SELFMAG);
+  header.e_ident[EI_CLASS] = ELFCLASS64;
+  header.e_ident[EI_DATA] = ELFDATA2LSB;
+  header.e_phoff = sizeof(header);
+  header.e_phentsize = sizeof(Elf64_Phdr);
+  header.e_phnum = 1;
+  const Elf64_Nhdr note{4, static_cast<Elf64_Word>(build_id.size() / 2), NT_GNU_BUILD_ID};
+  Elf64_Phdr notes{};
+  notes.p_type = PT_NOTE;
+  notes.p_offset = sizeof(header) + sizeof(notes);
+  notes.p_filesz = sizeof(note) + 4 + note.n_descsz;
+  std::string text;
+  const auto append = [&](const auto& part) {
+    text.append(reinterpret_cast<const char*>(&part), sizeof(part));
+  };
+  append(header);
+  append(notes);
+  append(note);
+  text.append("GNU", 4);
+  for (std::size_t i = 0; i < build_id.size(); i += 2)
+    text += static_cast<char>(std::stoi(std::string(build_id.substr(i, 2)), nullptr, 16));
+  return text;
+}
+
 // An installed distribution as pip leaves it, around a library that is none.
-void install(const Folder& folder, const std::string& version, const std::string& library) {
-  const std::string info = "mooncake_transfer_engine_test-" + version + ".dist-info";
-  folder.write(info + "/METADATA",
-               "Metadata-Version: 2.1\nName: mooncake-transfer-engine-test\nVersion: " + version +
-                   "\n\nName: not this one\n");
+void install(const Folder& folder, const std::string& version, const std::string& library,
+             const std::string& name = "mooncake-transfer-engine-test") {
+  std::string stem = name;
+  std::replace(stem.begin(), stem.end(), '-', '_');
+  const std::string info = stem + "-" + version + ".dist-info";
+  folder.write(info + "/METADATA", "Metadata-Version: 2.1\nName: " + name +
+                                       "\nVersion: " + version + "\n\nName: not this one\n");
   folder.write(info + "/WHEEL", "Wheel-Version: 1.0\nTag: cp311-cp311-manylinux_2_28_x86_64\n");
   folder.write(info + "/RECORD",
                "mooncake/__init__.py,sha256=x,1\nmooncake/engine.so,sha256=x,1\n" + library +
@@ -591,6 +624,32 @@ TEST(Finder, ReadsTheFileListWhateverTheNameOfTheLibrary) {
     MooncakeOptions options = good_options();
     options.site_packages = {"/nonexistent", folder.path().string()};
     EXPECT_EQ(find_mooncake_library(options), found[0].path);
+  }
+}
+
+// pip lets two distributions bring the same file; the one that came last has written it. A folder's
+// entries have any order, so each is the right one once.
+TEST(Finder, OfTwoDistributionsThatListAFileTheOneThatItIsOfIsNamed) {
+  for (const MooncakeAbiRow& row : known_mooncake_builds()) {
+    for (const MooncakeAbiRow& other : known_mooncake_builds()) {
+      if (row.distribution == other.distribution) continue;
+      const Folder folder;
+      for (const MooncakeAbiRow* each : {&row, &other}) {
+        install(folder, std::string(each->version), "mooncake/store.so",
+                std::string(each->distribution));
+      }
+      folder.write("mooncake/store.so", library_with(row.build_id));
+      const std::string path = (folder.path() / "mooncake/store.so").string();
+      const mooncake::LibraryFile file = mooncake::describe_file(path);
+      EXPECT_EQ(file.build_id, row.build_id);
+      EXPECT_EQ(file.distribution, row.distribution);
+      EXPECT_EQ(file.version, row.version);
+      EXPECT_EQ(mooncake::find_row(file), &row);
+      // Of an unknown file the answer is at least always the same.
+      folder.write("mooncake/store.so", library_with(std::string(40, '0')));
+      EXPECT_EQ(mooncake::describe_file(path).distribution,
+                std::min(row.distribution, other.distribution));
+    }
   }
 }
 

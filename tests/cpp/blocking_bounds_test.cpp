@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "blocking_fixture.h"
+#include "failing_memory.h"
 #include "kvprism/base/error.h"
 
 namespace kvprism {
@@ -247,6 +248,33 @@ TEST(BlockingStore, ARegionThatCouldNotBeTakenBackIsTakenBackByTheNextAttempt) {
   store.remove_region(region);
   EXPECT_TRUE(script->regions_of(1).empty());
   EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+}
+
+// Also where memory runs out in the middle of it.
+TEST(BlockingStore, ARegionIsNotForgottenForWantOfMemory) {
+  const auto script = std::make_shared<Script>();
+  BlockingStoreOptions options = quick();
+  options.region_timeout = kvprism::seconds(10);
+  int failed = 0;
+  for (int succeed = 0; succeed < 12; ++succeed) {
+    BlockingStore store(factory_of(script), options);
+    const int client = script->made - 1;
+    std::array<std::byte, 64> memory{};
+    const Region region{memory.data(), memory.size(), -1};
+    store.add_region(region);
+    test::until_failure = succeed;
+    test::counting = true;
+    try {
+      store.remove_region(region);
+    } catch (const std::exception&) {
+      ++failed;
+    }
+    test::counting = false;
+    store.remove_region(region);
+    EXPECT_TRUE(script->regions_of(client).empty()) << succeed << " allocations succeeded";
+    EXPECT_EQ(store.close_store(kvprism::seconds(5)).unquiet, 0u);
+  }
+  EXPECT_GT(failed, 2);
 }
 
 TEST(BlockingStore, ARegionOfAClientThatHangsIsNotTakenBackBeforeItIsGone) {

@@ -258,7 +258,7 @@ TEST(BlockingStore, LateCallHoldsUpOnlyItsKindAndNobodyWaitsBehindIt) {
   EXPECT_EQ(ends.status(5), ItemStatus::kMissing);
   EXPECT_EQ(asked, 2);
   EXPECT_EQ(store.counters().late_calls, 1u);
-  EXPECT_EQ(store.counters().circuit_open, 1u);
+  EXPECT_EQ(store.counters().circuit_open, 2u);
   EXPECT_EQ(store.counters().replacements, 0u);
   EXPECT_EQ(lines.awaited("kvp-look is late").size(), 1u);
   EXPECT_EQ(lines.awaited("kvp-look return again").size(), 1u);

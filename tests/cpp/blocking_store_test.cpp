@@ -110,6 +110,65 @@ TEST(BlockingStore, StartsNeverWaitAndFullQueuesRefuse) {
   for (const int op : {1, 2, 3}) EXPECT_TRUE(ends.wait_quiet(op));
 }
 
+TEST(BlockingStore, WhatWaitedForAClientThatGoesIsCounted) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_call = [gate](int, Call, const ObjectBatch&, CallEnd& end) {
+    gate->pass();
+    end.broken = true;
+    return true;
+  };
+  script->on_make = [](int attempt) {
+    if (attempt > 0) throw std::runtime_error("no second one");
+  };
+  BlockingStoreOptions options = quick();
+  options.stuck_after = kvprism::seconds(60);
+  BlockingStore store(factory_of(script), options);
+  std::array<std::byte, 16> memory{};
+  Ends ends(store);
+  for (const int op : {1, 2, 3, 4}) {
+    ASSERT_TRUE(start_put(store, op, batch_of({"a"}, memory.data(), 16)));
+    if (op == 1) {
+      ASSERT_TRUE(gate->wait_for_visitor());
+    }
+  }
+  gate->open();
+  for (const int op : {2, 3, 4}) {
+    ASSERT_TRUE(ends.wait_quiet(op));
+    EXPECT_EQ(ends.status(op), ItemStatus::kUnavailable);
+  }
+  EXPECT_EQ(store.counters().circuit_open, 3u);
+  EXPECT_EQ(store.counters().put_calls, 1u);
+}
+
+// Whoever closes has given them up.
+TEST(BlockingStore, WhatACloseCancelsWasNotCutOff) {
+  const auto script = std::make_shared<Script>();
+  const auto gate = std::make_shared<Gate>();
+  script->on_call = [gate](int, Call, const ObjectBatch&, CallEnd&) {
+    gate->pass();
+    return false;
+  };
+  BlockingStoreOptions options = quick();
+  options.stuck_after = kvprism::seconds(60);
+  BlockingStore store(factory_of(script), options);
+  std::array<std::byte, 16> memory{};
+  Ends ends(store);
+  for (const int op : {1, 2, 3}) {
+    ASSERT_TRUE(start_put(store, op, batch_of({"a"}, memory.data(), 16)));
+    if (op == 1) {
+      ASSERT_TRUE(gate->wait_for_visitor());
+    }
+  }
+  EXPECT_EQ(store.close_store(Duration{}).unquiet, 1u);
+  for (const int op : {1, 2, 3}) {
+    ASSERT_TRUE(ends.wait_outcome(op));
+    EXPECT_EQ(ends.status(op), ItemStatus::kCancelled);
+  }
+  EXPECT_EQ(store.counters().circuit_open, 0u);
+  gate->open();
+}
+
 TEST(BlockingStore, WaitingOperationsExpire) {
   const auto script = std::make_shared<Script>();
   const auto gate = std::make_shared<Gate>();

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -223,6 +225,40 @@ TEST_F(Mooncake, FullPoolSaysSoPerItem) {
   EXPECT_LT(kept, 17);
   EXPECT_EQ(std::count(statuses.begin(), statuses.end(), ItemStatus::kNoSpace), 40 - kept);
   EXPECT_EQ(store.counters().replacements, 0u);
+}
+
+// As images are made: the wheel's folders and no list of its files. The build-id tells what it is.
+TEST_F(Mooncake, ACopyOfTheWheelsFolderIsOfTheSameDistribution) {
+  namespace fs = std::filesystem;
+  MooncakeMaster master(site_packages_);
+  const fs::path original = site_packages_;
+  const fs::path prefix = master.folder() / "copied";
+  const fs::path copy = prefix / "lib" / "python3" / "site-packages";
+  fs::create_directories(copy / "mooncake");
+  for (const auto& entry : fs::directory_iterator(original)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with("mooncake") && name.ends_with(".libs"))
+      fs::create_directory_symlink(entry.path(), copy / name);
+  }
+  for (const auto& entry : fs::directory_iterator(original / "mooncake")) {
+    if (entry.path().filename() != "store.so")
+      fs::create_symlink(entry.path(), copy / "mooncake" / entry.path().filename());
+  }
+  fs::copy_file(original / "mooncake" / "store.so", copy / "mooncake" / "store.so");
+  const fs::path environment = original / "../../../pyvenv.cfg";
+  if (fs::exists(environment)) fs::copy_file(environment, prefix / "pyvenv.cfg");
+  MooncakeOptions wanted = options(master);
+  wanted.library = (copy / "mooncake" / "store.so").string();
+  // In a process of its own: one can hold one library. It would read a device's address and crash.
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto tell = [&] {
+    const auto client = mooncake_client_factory(wanted)();
+    const StoreCapabilities told = client->capabilities();
+    client->tear_down();
+    std::fprintf(stderr, "%s, %s", told.name.c_str(), told.device_memory ? "devices" : "host only");
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(tell(), testing::ExitedWithCode(0), "mooncake 0.3.13.post1 tcp, host only");
 }
 
 // The scheduler's client: no segment, no buffer, lookups only, beside another client of the

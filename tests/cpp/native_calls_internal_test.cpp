@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -12,6 +13,8 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,12 +27,40 @@ namespace {
 
 // The master and the storage die in turns that no process can be made to take.
 struct Native {
-  static inline int gets = 0;
-  static inline int sizes = 0;
+  static inline std::atomic<int> gets = 0;
+  static inline std::atomic<int> sizes = 0;
   static inline std::deque<std::int64_t> size_answers;
   static inline bool fills = false;
+  static inline bool moves = false;
   static inline std::atomic<bool> registering = false;
   static inline std::chrono::milliseconds registration{0};
+  // Slices inside native calls, and the most that there ever were.
+  static inline std::mutex mutex;
+  static inline std::size_t slices = 0;
+  static inline std::size_t most_slices = 0;
+  static inline std::atomic<bool> hold = false;
+
+  static std::vector<int> move(const mooncake::Strings& keys,
+                               const mooncake::LengthLists& lengths) {
+    std::size_t own = 0;
+    std::vector<int> codes;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      own += lengths[i].size();
+      codes.push_back(std::accumulate(lengths[i].begin(), lengths[i].end(), 0));
+    }
+    const auto add = [](std::size_t more, std::size_t less) {
+      const std::lock_guard lock(mutex);
+      slices += more;
+      slices -= less;
+      most_slices = std::max(most_slices, slices);
+    };
+    add(own, 0);
+    do {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    } while (hold);
+    add(0, own);
+    return codes;
+  }
 
   // As Mooncake: the buffers of a call's last item with a key are those of all items with it.
   static std::vector<int> fill(const mooncake::Strings& keys, const mooncake::BufferLists& buffers,
@@ -43,8 +74,11 @@ struct Native {
   }
 
   static mooncake::Library library() {
-    gets = sizes = 0;
-    fills = false;
+    gets = 0;
+    sizes = 0;
+    fills = moves = false;
+    hold = false;
+    slices = most_slices = 0;
     size_answers.clear();
     mooncake::Library library;
     library.tcp_queue = mooncake::kTcpQueue;
@@ -67,8 +101,16 @@ struct Native {
         [](mooncake::NativeClient*, const mooncake::Strings& keys,
            const mooncake::BufferLists& buffers, const mooncake::LengthLists& lengths, bool) {
           ++gets;
+          if (moves) return move(keys, lengths);
           if (fills) return fill(keys, buffers, lengths);
           return std::vector<int>(keys.size(), mooncake::kTransferFailed);
+        };
+    library.store.batch_put_from_multi_buffers =
+        [](mooncake::NativeClient*, const mooncake::Strings& keys, const mooncake::BufferLists&,
+           const mooncake::LengthLists& lengths, const mooncake::ReplicateConfig&) {
+          std::vector<int> codes = move(keys, lengths);
+          std::fill(codes.begin(), codes.end(), mooncake::kOk);
+          return codes;
         };
     library.store.get_size = [](mooncake::NativeClient*, const std::string&) {
       ++sizes;
@@ -181,6 +223,60 @@ TEST_F(NativeCalls, AKeyIsInACallOnce) {
   all.fill(std::byte{1});
   EXPECT_EQ(memory_, all);
   EXPECT_EQ(Native::gets, 3);  // of 3, 3 and 2 items
+}
+
+// Objects of so many pieces of one byte.
+ObjectBatch of_pieces(std::array<std::byte, 64>& memory, const std::vector<std::size_t>& pieces) {
+  ObjectBatch batch;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    batch.keys.append() = "key" + std::to_string(i);
+    for (std::size_t piece = 0; piece < pieces[i]; ++piece)
+      batch.segments.push_back({memory.data() + piece % 64, 1});
+    batch.ends.push_back(static_cast<std::uint32_t>(batch.segments.size()));
+  }
+  return batch;
+}
+
+// More of them hang for a minute in Mooncake's TCP transport.
+TEST_F(NativeCalls, PutsAndGetsTogetherFitIntoTheQueue) {
+  Native::moves = true;
+  const std::vector<std::size_t> pieces = {700, 300, 1024, 512, 513, 1, 900, 500, 600, 200};
+  const ObjectBatch batch = of_pieces(memory_, pieces);
+  const auto run = [&](auto call) {
+    for (int round = 0; round < 10; ++round) {
+      std::vector<ItemResult> results(pieces.size());
+      const CallEnd end = call(results);
+      EXPECT_TRUE(end.quiet);
+      for (const ItemResult& result : results) EXPECT_EQ(result.status, ItemStatus::kOk);
+    }
+  };
+  std::thread puts([&] { run([&](auto& results) { return client_->put(batch, results); }); });
+  run([&](auto& results) { return client_->get(batch, results); });
+  puts.join();
+  EXPECT_LE(Native::most_slices, mooncake::kTcpQueue);
+  EXPECT_EQ(Native::slices, 0u);
+}
+
+TEST_F(NativeCalls, ALargeObjectDoesNotWaitWithoutABoundForTheOtherKind) {
+  Native::moves = true;
+  Native::hold = true;
+  const ObjectBatch small = of_pieces(memory_, {512});
+  const ObjectBatch large = of_pieces(memory_, {800, 900, 10});
+  std::vector<ItemResult> got(1);
+  std::thread gets([&] { client_->get(small, got); });
+  while (Native::gets == 0) std::this_thread::yield();
+  std::vector<ItemResult> put(3);
+  const auto began = std::chrono::steady_clock::now();
+  const CallEnd end = client_->put(large, put);
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+  EXPECT_TRUE(end.quiet) << "nothing was started";
+  EXPECT_FALSE(end.broken);
+  for (const ItemResult& result : put) EXPECT_EQ(result.status, ItemStatus::kUnavailable);
+  Native::hold = false;
+  gets.join();
+  EXPECT_EQ(got[0].status, ItemStatus::kOk);
+  EXPECT_TRUE(client_->put(large, put).quiet);
+  for (const ItemResult& result : put) EXPECT_EQ(result.status, ItemStatus::kOk);
 }
 
 TEST_F(NativeCalls, ObjectsOfOtherSizesLeaveACallQuiet) {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import resource
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -283,15 +285,15 @@ def test_table_of_builds_is_the_native_one() -> None:
     assert [row["build_id"] for row in listed] == [row.build_id for row in rows]
 
 
-def fake_distribution(folder: Path, library: str) -> None:
-    info = folder / "mooncake_transfer_engine_test-9.9.dist-info"
+def fake_distribution(
+    folder: Path, library: str, name: str = "mooncake-transfer-engine-test", version: str = "9.9"
+) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mooncake-transfer-engine-test\nVersion: 9.9\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "WHEEL").write_text("Wheel-Version: 1.0\nTag: cp311-cp311-manylinux_2_28_x86_64\n")
     (info / "RECORD").write_text(f"mooncake/engine.so,,\n{library},,\n")
-    (folder / "mooncake").mkdir()
+    (folder / "mooncake").mkdir(exist_ok=True)
     (folder / library).write_bytes(b"no library")
 
 
@@ -311,6 +313,53 @@ def test_library_is_found_whatever_its_name(tmp_path: Path, library: str) -> Non
     assert (found.build_id, found.needed) == ("", ())
     with pytest.raises(FileNotFoundError, match="mooncake_master"):
         found.program("mooncake_master")
+
+
+def library_with(build_id: str) -> bytes:
+    """What is read of a library: an ELF file of one note."""
+    note = struct.pack("<III", 4, len(build_id) // 2, 3) + b"GNU\0" + bytes.fromhex(build_id)
+    header = struct.pack("<4sBB10x", b"\x7fELF", 2, 1)
+    header += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    return header + struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(note), 0, 4) + note
+
+
+def two_distributions(folder: Path, first: KnownBuild, second: KnownBuild) -> Facts:
+    """Facts of a folder in which the second one was installed over the first."""
+    for each in (first, second):
+        fake_distribution(folder, "mooncake/store.so", each.distribution, each.version)
+    (folder / "mooncake/store.so").write_bytes(library_with(second.build_id))
+    return doctor.record_facts(Wanted(), path=[str(folder)])
+
+
+def of_each_distribution() -> list[KnownBuild]:
+    return list({row.distribution: row for row in doctor.known_builds()}.values())
+
+
+def test_of_two_distributions_the_one_that_the_file_is_of_is_judged(tmp_path: Path) -> None:
+    """A folder's entries have any order, so each is the right one once."""
+    for at, (first, second) in enumerate(itertools.permutations(of_each_distribution(), 2)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        facts = two_distributions(folder, first, second)
+        assert facts.installed is not None
+        assert facts.installed.name == f"{second.distribution} {second.version}"
+        build = doctor.check_build(facts)
+        assert build is not None
+        assert build.level == "ok"
+
+
+def test_a_file_of_another_distribution_is_not_known() -> None:
+    """The library would refuse it, because version and build must agree."""
+    first, second = of_each_distribution()[:2]
+    other = dataclasses.replace(INSTALLED, distribution="mooncake-a", build_id=second.build_id)
+    facts = dataclasses.replace(SOUND, installed=other, known_builds=(first, second))
+    finding = the_problem(facts)
+    assert finding.subject == "build"
+    assert finding.message.startswith(f"mooncake-a {INSTALLED.version} with build-id ")
+    assert finding.hint == (
+        f"its file is that of {second.distribution} {second.version}, which has overwritten it: "
+        "uninstall both, then install one of them"
+    )
 
 
 def test_facts_of_a_real_library() -> None:

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <string_view>
 #include <system_error>
+#include <tuple>
 
 #include "mooncake/elf.h"
 
@@ -71,18 +72,33 @@ std::vector<LibraryFile> list_site_packages(const std::string& site_packages) {
       found.push_back(std::move(library));
     }
   }
-  std::sort(found.begin(), found.end(),
-            [](const LibraryFile& a, const LibraryFile& b) { return a.path < b.path; });
+  std::sort(found.begin(), found.end(), [](const LibraryFile& a, const LibraryFile& b) {
+    return std::tie(a.path, a.distribution) < std::tie(b.path, b.distribution);
+  });
   return found;
+}
+
+const MooncakeAbiRow* find_row(const LibraryFile& file) {
+  const auto rows = known_mooncake_builds();
+  const auto at = std::find_if(rows.begin(), rows.end(), [&](const MooncakeAbiRow& row) {
+    return row.build_id == file.build_id &&
+           (file.distribution.empty() || row.distribution == file.distribution) &&
+           (file.version.empty() || row.version == file.version);
+  });
+  return at == rows.end() ? nullptr : &*at;
 }
 
 LibraryFile describe_file(const std::string& path) {
   const std::string file = canonical_text(path);
   const fs::path folder = fs::path(file).parent_path();
-  for (LibraryFile& library : list_site_packages(folder.parent_path().string())) {
-    if (library.path == file) return std::move(library);
-  }
-  return {file, {}, {}, tag_of_name(file), read_build_id(file)};
+  std::vector<LibraryFile> listed = list_site_packages(folder.parent_path().string());
+  std::erase_if(listed, [&](const LibraryFile& library) { return library.path != file; });
+  if (listed.empty()) return {file, {}, {}, tag_of_name(file), read_build_id(file)};
+  // pip lets a second distribution overwrite the file of another.
+  const auto known = std::find_if(listed.begin(), listed.end(), [](const LibraryFile& library) {
+    return find_row(library) != nullptr;
+  });
+  return known == listed.end() ? listed.front() : *known;
 }
 
 std::vector<std::string> default_site_packages() {

@@ -5,12 +5,14 @@
 #include <string>
 #include <vector>
 
+#include "kvprism/backend/mooncake_client.h"
+
 namespace kvprism::mooncake {
 
 // What is known of a library file without loading it. Empty strings: not known.
 struct LibraryFile {
   std::string path;          // canonical
-  std::string distribution;  // of the distribution that lists the file
+  std::string distribution;  // that lists the file
   std::string version;
   std::string python_tag;  // e.g. "cp311"
   std::string build_id;
@@ -19,7 +21,11 @@ struct LibraryFile {
 // The store libraries that distributions in `site_packages` list.
 std::vector<LibraryFile> list_site_packages(const std::string& site_packages);
 
-// Facts of one file, with its distribution if one beside it lists it.
+// The row of a file's build, or null.
+const MooncakeAbiRow* find_row(const LibraryFile& file);
+
+// Facts of one file, with its distribution if one beside it lists it: of several the one that has a
+// row.
 LibraryFile describe_file(const std::string& path);
 
 // Folders of the active virtual environment and of the python3 on PATH that hold installed

@@ -189,16 +189,6 @@ void resolve(void* handle, const LibraryFile& file, StoreFunctions& functions) {
 
 }  // namespace
 
-const MooncakeAbiRow* find_row(const LibraryFile& file) {
-  const auto rows = known_mooncake_builds();
-  const auto at = std::find_if(rows.begin(), rows.end(), [&](const MooncakeAbiRow& row) {
-    return row.build_id == file.build_id &&
-           (file.distribution.empty() || row.distribution == file.distribution) &&
-           (file.version.empty() || row.version == file.version);
-  });
-  return at == rows.end() ? nullptr : &*at;
-}
-
 std::string describe(const LibraryFile& file) {
   const auto or_unknown = [](const std::string& text, const char* what) {
     return text.empty() ? std::string(what) : text;
@@ -247,6 +237,12 @@ const Library& open_library(const OpenRequest& request) {
          {"library", file.path + ", " + describe(file), "one of the known builds:" + known_rows(),
           "\n  to use it all the same, run: kvprism-mooncake-probe " + file.path +
               " --master HOST:PORT, and set unknown_build to probe"});
+  }
+
+  if (row != nullptr && file.distribution.empty()) {  // a copy that no list of files has
+    file.distribution = row->distribution;
+    file.version = row->version;
+    file.python_tag = row->python_tag;
   }
 
   provide_python(request, file);

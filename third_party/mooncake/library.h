@@ -36,9 +36,6 @@ struct OpenRequest {
   std::vector<std::pair<std::string, std::string>> environment;  // set, or must be equal
 };
 
-// The row of a file's build, or null.
-const MooncakeAbiRow* find_row(const LibraryFile& file);
-
 // What of the queue can be relied on when the variable is `text` (null: unset). A build that was
 // not tried may not know it, and one that others have opened may have read it before it was set.
 std::uint32_t tcp_queue_of(const MooncakeAbiRow* row, bool loaded_by_others, const char* text);

@@ -170,17 +170,25 @@ void BlockingStore::remove_region(const Region& region) {
   if (core.in_child()) return;
   const TimePoint end = after(Clock::now(), core.options.region_timeout);
   Lock lock(core.mutex);
-  // From here on no client is given it; what an earlier attempt could not take back is tried again.
-  const bool known = core.regions.erase(region) || core.is_unreleased(region);
+  // What an earlier attempt could not take back is tried again.
+  const bool again = core.is_unreleased(region);
+  // From here on no client is given it, and until it is taken back it is not forgotten.
+  core.unreleased.reserve(core.unreleased.size() + 1);
+  if (core.regions.erase(region)) core.remember_unreleased(region);
+  const bool known = core.is_unreleased(region);
   if (!core.begin_regions(lock, end)) {
-    if (known) core.remember_unreleased(region);
     throw late(region, "an end of another registration, of a new client perhaps,",
                core.options.region_timeout, "the service accepts connections but does not answer");
   }
   std::exception_ptr error;
-  if (known && core.current != nullptr) error = core.change_present(lock, region, false, end);
+  try {
+    if (known && core.current != nullptr) error = core.change_present(lock, region, false, end);
+  } catch (...) {
+    error = std::current_exception();
+  }
   core.end_regions();
-  if (error == nullptr && core.is_unreleased(region)) {
+  if (error == nullptr && !again) std::erase(core.unreleased, region);
+  if (error == nullptr && again) {
     // The client that it was not taken back from may be on its way out.
     if (core.changed.wait_until(lock, end, [&] { return core.counters.retired_now == 0; })) {
       std::erase(core.unreleased, region);

@@ -61,6 +61,7 @@ void BlockingStore::Core::end_unstarted(Kind kind, OpId op, std::unique_ptr<Obje
 }
 
 void BlockingStore::Core::end_queue(Kind kind, ItemStatus status) {
+  if (status == ItemStatus::kUnavailable) counters.circuit_open += queues[kind].size();
   for (Request& request : queues[kind]) {
     end_unstarted(kind, request.op, std::move(request.batch), status);
   }

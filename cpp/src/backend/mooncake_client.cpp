@@ -27,6 +27,7 @@
 #include "backend/preflight.h"
 #include "backend/region_table.h"
 #include "backend/registration.h"
+#include "backend/slice_room.h"
 #include "kvprism/base/host_port.h"
 #include "kvprism/base/log.h"
 #include "mooncake/elf.h"
@@ -49,6 +50,8 @@ constexpr std::uint64_t kMaxObject = INT_MAX;
 constexpr std::array<std::string_view, 2> kProtocols = {"tcp", "rdma"};
 // Far below every wait inside Mooncake, and far above what an answer from the master takes.
 constexpr std::chrono::seconds kShortCall{5};
+// How long a call waits for one of the other kind where the queue has no room for both.
+constexpr std::chrono::seconds kRoomWait{5};
 
 std::string joined(const std::vector<std::string>& words, std::string_view separator) {
   std::string text;
@@ -153,6 +156,7 @@ class MooncakeClient final : public BlockingClient {
         master_(std::move(master)),
         connect_timeout_(options.connect_timeout),
         queue_(options.protocol == "tcp" ? library.tcp_queue : 2 * kMaxSlices),
+        room_(queue_),
         max_slices_(std::min(options.max_slices_per_call, std::max(1U, queue_ / 2))),
         max_bytes_(options.max_bytes_per_call),
         max_region_bytes_(
@@ -196,9 +200,12 @@ class MooncakeClient final : public BlockingClient {
 
   StoreCapabilities capabilities() const override {
     const std::string& version = library_.file.version;
-    const bool cuda = library_.file.distribution.find("non-cuda") == std::string::npos;
+    const std::string& distribution = library_.file.distribution;
+    // A build of which nobody knows may have no CUDA, and would crash.
+    const bool devices =
+        !distribution.empty() && distribution.find("non-cuda") == std::string::npos;
     return {"mooncake " + (version.empty() ? std::string("unknown") : version) + " " + protocol_,
-            max_slices_, max_bytes_, cuda};
+            max_slices_, max_bytes_, devices};
   }
 
   CallEnd exists(const ObjectBatch& batch, std::span<ItemResult> results) noexcept override {
@@ -442,6 +449,13 @@ class MooncakeClient final : public BlockingClient {
       arguments.clear();
       names.clear();
       std::size_t slices = 0;
+      bool room = true;
+      const auto flush = [&] {
+        room = call_native(call, arguments, slices, results, end);
+        arguments.clear();
+        slices = 0;
+        names.clear();
+      };
       std::uint32_t begin = 0;
       for (std::uint32_t i = 0; i < batch.keys.size(); ++i) {
         const std::uint32_t stop = i < batch.ends.size() ? batch.ends[i] : begin;
@@ -460,26 +474,31 @@ class MooncakeClient final : public BlockingClient {
         const bool again = !names.insert(batch.keys[i]).second;
         // Borders of registrations may make an item larger than a call: it goes alone.
         if (slices != 0 && (again || slices + cut.size() > max_slices_)) {
-          call_native(call, arguments, results, end);
-          arguments.clear();
-          slices = 0;
-          names.clear();
+          flush();
           names.insert(batch.keys[i]);
         }
-        // After a doubtful call nothing more is started on this client.
-        if (!end.quiet || end.broken) {
+        // After a doubtful call nothing more is started on this client, and one that found no room
+        // has waited enough.
+        if (!end.quiet || end.broken || !room) {
           results[i] = {ItemStatus::kUnavailable, 0};
           continue;
         }
         arguments.append(batch.keys[i], cut, i, bytes);
         slices += cut.size();
       }
-      if (slices != 0) call_native(call, arguments, results, end);
+      if (slices != 0) flush();
     });
   }
 
-  void call_native(MooncakeCall call, Arguments& arguments, std::span<ItemResult> results,
-                   CallEnd& end) {
+  // False when calls of the other kind left no room in the queue: nothing was started.
+  bool call_native(MooncakeCall call, Arguments& arguments, std::size_t slices,
+                   std::span<ItemResult> results, CallEnd& end) {
+    const detail::SliceRoom::Taken room(room_, slices, kRoomWait);
+    if (!room) {
+      for (const std::uint32_t item : arguments.items)
+        results[item] = {ItemStatus::kUnavailable, 0};
+      return false;
+    }
     arguments.trim();
     static constexpr mooncake::ReplicateConfig kDefault;
     bool threw = true;
@@ -511,6 +530,7 @@ class MooncakeClient final : public BlockingClient {
       }
       results[arguments.items[i]] = result;
     }
+    return true;
   }
 
   ItemResult remove_object(const std::string& key, bool force, CallEnd& end) {
@@ -555,6 +575,7 @@ class MooncakeClient final : public BlockingClient {
   const std::shared_ptr<detail::Knock> master_;
   const Duration connect_timeout_;
   const std::uint32_t queue_;
+  detail::SliceRoom room_;  // of the queue, for a put and a get together
   const std::uint32_t max_slices_;
   const std::uint64_t max_bytes_;
   const std::uint64_t max_region_bytes_;

@@ -35,10 +35,9 @@ std::string connect_one(const addrinfo& at, Clock::time_point end) {
       reason = std::strerror(errno);
     } else {
       for (;;) {
-        const auto left =
-            std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now()).count();
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
         pollfd wait{socket, POLLOUT, 0};
-        const int ready = left <= 0 ? 0 : ::poll(&wait, 1, static_cast<int>(left) + 1);
+        const int ready = left <= 0 ? 0 : ::poll(&wait, 1, static_cast<int>(left));
         if (ready < 0 && errno == EINTR) continue;
         if (ready == 0) reason = "no answer in time";
         break;
@@ -107,7 +106,9 @@ Knock::Found Knock::resolve(Clock::time_point end) {
 }
 
 std::string Knock::failure(Duration limit) {
-  const Clock::time_point end = Clock::now() + std::chrono::nanoseconds(limit.ns);
+  // poll(2) counts in milliseconds.
+  const Clock::time_point end =
+      Clock::now() + std::chrono::nanoseconds(std::max(limit, milliseconds(1)).ns);
   const Found list = resolve(end);
   if (list == nullptr) return "the name did not resolve in time";
   if (list->error != 0) return gai_strerror(list->error);

@@ -32,7 +32,8 @@ class Knock {
 
   const HostPort& address() const noexcept { return address_; }
 
-  // Empty when a connection was accepted within `limit`, otherwise the reason. Never waits longer.
+  // Empty when a connection was accepted within `limit`, of a millisecond at least, otherwise the
+  // reason. Never waits longer.
   std::string failure(Duration limit);
 
  private:

@@ -46,14 +46,14 @@ struct BlockingStoreCounters {
   std::uint64_t exists_calls = 0;
   std::uint64_t exists_items = 0;
   std::uint64_t remove_calls = 0;
-  std::uint64_t queue_full = 0;     // starts refused because a queue was full
-  std::uint64_t circuit_open = 0;   // operations ended at once: no client, a service that does not
-                                    // answer, or a late call before it
-  std::uint64_t probes = 0;         // questions to a service that did not answer
-  std::uint64_t expired = 0;        // operations not started by their deadline
-  std::uint64_t late_calls = 0;     // calls that outlasted their operation's deadline
-  std::uint64_t stuck_calls = 0;    // calls given up after stuck_after
-  std::uint64_t unquiet_calls = 0;  // calls that returned while native code may go on
+  std::uint64_t queue_full = 0;       // starts refused because a queue was full
+  std::uint64_t circuit_open = 0;     // operations ended without a call: no client, a service that
+                                      // does not answer, or a late call before it
+  std::uint64_t probes = 0;           // questions to a service that did not answer
+  std::uint64_t expired = 0;          // operations not started by their deadline
+  std::uint64_t late_calls = 0;       // calls that outlasted their operation's deadline
+  std::uint64_t stuck_calls = 0;      // calls given up after stuck_after
+  std::uint64_t unquiet_calls = 0;    // calls that returned while native code may go on
   std::uint64_t failed_attempts = 0;  // clients that could not be made
   std::uint64_t replacements = 0;     // clients made after the first
   std::uint64_t unquiet_now = 0;      // operations with an outcome that are not quiet
