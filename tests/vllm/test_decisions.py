@@ -14,6 +14,7 @@ import functools
 import json
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,8 @@ class Theirs(Arm):
 class Ours(Arm):
     """This project's connector."""
 
+    options: Mapping[str, Any] = {}
+
     def __init__(self, config: Any, budget: int, pool: kvprism.MemoryPool, **engine: Any) -> None:
         transfer = {
             "kv_connector": "KVPrismConnector",
@@ -248,6 +251,7 @@ class Ours(Arm):
                 "master_server_address": "nobody:1",
                 "key_schema": "vllm",
                 "max_held_percent": 100,
+                **self.options,
             },
         }
         super().__init__(transfer, config, budget, **engine)
