@@ -85,7 +85,7 @@ std::exception_ptr BlockingStore::Core::change_present(Lock& lock, const Region&
   unreleased.reserve(unreleased.size() + 1);
   std::exception_ptr error = change_region(lock, client, region, add, end);
   // Given up in the middle of it, a client may have the region for as long as it is there.
-  if (error != nullptr && (!add || client != current)) remember_unreleased(region);
+  if (error != nullptr && client != current) remember_unreleased(region);
   return error;
 }
 
@@ -170,12 +170,13 @@ void BlockingStore::remove_region(const Region& region) {
   if (core.in_child()) return;
   const TimePoint end = after(Clock::now(), core.options.region_timeout);
   Lock lock(core.mutex);
-  // What an earlier attempt could not take back is tried again.
-  const bool again = core.is_unreleased(region);
   // From here on no client is given it, and until it is taken back it is not forgotten.
   core.unreleased.reserve(core.unreleased.size() + 1);
-  if (core.regions.erase(region)) core.remember_unreleased(region);
-  const bool known = core.is_unreleased(region);
+  const bool again = core.is_unreleased(region);
+  const bool fresh = core.regions.erase(region);
+  if (fresh) core.remember_unreleased(region);
+  // What an earlier attempt could not take back is tried again.
+  const bool known = fresh || again;
   if (!core.begin_regions(lock, end)) {
     throw late(region, "an end of another registration, of a new client perhaps,",
                core.options.region_timeout, "the service accepts connections but does not answer");
