@@ -20,6 +20,16 @@ class LostError(Exception):
     """In place of whatever ends a step."""
 
 
+def reset(llm: Any) -> None:
+    """Of vLLM's own cache and the connector's, until objects of before it are gone."""
+    engine_run.empty_prefix_cache(llm)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    bound = Bound()
+    while bound and connector._scheduler._purge_runs():
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}], use_tqdm=False)  # too few to be saved
+
+
 def main() -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401  # placeholders for torch.cuda.Event
     from vllm import LLM, SamplingParams
@@ -62,13 +72,24 @@ def main() -> None:
         for output in outputs:
             if output.request_id.startswith("loaded") and output.finished:
                 tokens = list(output.outputs[0].token_ids)
-    engine_run.settle(llm)
+
+    def saved() -> int:
+        engine_run.settle(llm)
+        return int((engine_run.counters(llm) or {})["saved_objects"])
+
+    objects = [saved()]
     counters = engine_run.counters(llm) or {}
+    for number in range(2):
+        if number:
+            reset(llm)
+        llm.generate([beside], parameters(1), use_tqdm=False)
+        objects.append(saved())
     found = {
         "raised": raised,
         "tokens": tokens,
         "expected": list(first.outputs[0].token_ids),
         "loaded_tokens": counters["loaded_tokens"],
+        "saved": objects,
         "emptied": llm.reset_prefix_cache(),
     }
     json.dump(found, answer)

@@ -962,10 +962,10 @@ def memory_of(config: Any) -> dict[str, Any]:
 
 
 def make_worker(
-    mooncake: LocalMooncake, config: Any, described: Any, *, ranks: int = 1
+    mooncake: LocalMooncake, config: Any, described: Any, *, ranks: int = 1, inner: bool = False
 ) -> WorkerSide:
     options = read_options({"master_server_address": mooncake.master}, {})
-    return WorkerSide(described, options, config, 0, memory_of(config), ranks=ranks)
+    return WorkerSide(described, options, config, 0, memory_of(config), ranks=ranks, inner=inner)
 
 
 def run(worker: WorkerSide, engine: Engine, metadata: StepMetadata) -> Results:
@@ -1015,7 +1015,7 @@ ORDERS = {
     "plain": ("submit", "results", "clear"),
     "with a drafter": ("results", "submit", "clear"),
     "without forward in 0.30": ("results", "clear"),
-    "an inner pipeline rank with a drafter": ("results",),
+    "of an inner pipeline rank with a drafter": ("results",),
 }
 
 
@@ -1027,7 +1027,7 @@ def test_every_order_of_calls_submits_a_plan_once(
     engine.allocate(request, len(TOKENS))
     metadata = engine.step(**{request.request_id: len(TOKENS)})
     assert metadata.plan
-    worker = make_worker(mooncake, configuration(), described)
+    worker = make_worker(mooncake, configuration(), described, inner=order == ("results",))
     worker.bind(metadata)
     assert worker.counters()["jobs"] == 0, "draft layers of the step are not written yet"
     for call in order:
@@ -1156,6 +1156,36 @@ def test_after_a_step_that_no_worker_began_nothing_is_saved_before_a_reset(
     worker.close()
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_a_reset_after_a_step_that_no_worker_began_counts(
+    purging: Engine, mooncake: LocalMooncake, described: Any, another: bool
+) -> None:
+    """Also where the worker hears of both with the next step, unless that one's forerunner was
+    scheduled behind the reset and is missing too."""
+    tokens = [72 + another, *TOKENS[1:]]
+    worker = make_worker(mooncake, configuration(), described)
+    idle(worker, purging.step())
+    request = purging.request("lost", tokens)
+    purging.allocate(request, len(tokens))
+    purging.step(lost=BLOCK - 1)
+    purging.free(request)
+    purging.half.purge()
+    if another:
+        purging.step()
+    finish_purge(purging, worker)
+    request = purging.request("after", tokens)
+    purging.allocate(request, len(tokens))
+    metadata = purging.step(after=len(tokens))
+    assert len(saved_blocks(metadata.plan)) == 4
+    worker.bind(metadata)
+    worker.submit()
+    assert stored_and_failed(worker, purging) == ((0, 4) if another else (4, 0))
+    purging.free(request)
+    purging.half.purge()
+    finish_purge(purging, worker)
+    worker.close()
+
+
 def test_a_step_that_never_ends_is_not_saved_with_the_next_one(
     engine: Engine, mooncake: LocalMooncake, described: Any
 ) -> None:
@@ -1164,6 +1194,33 @@ def test_a_step_that_never_ends_is_not_saved_with_the_next_one(
     worker.bind(StepMetadata())
     worker.submit()
     assert stored_and_failed(worker, engine) == (0, 4)
+    worker.close()
+
+
+@pytest.mark.parametrize(("inner", "stored"), [(False, (0, 4)), (True, (4, 0))])
+def test_a_step_whose_drafter_fails_is_not_saved_with_the_next_one(
+    engine: Engine,
+    mooncake: LocalMooncake,
+    described: Any,
+    inner: bool,
+    stored: tuple[int, int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM asks for its results before it samples and drafts, and ends it afterwards, but in inner
+    pipeline stages, which do neither, never."""
+    worker, metadata = failing_worker(engine, mooncake, described, f"drafts {inner}")
+    worker.close()
+    worker = make_worker(mooncake, configuration(), described, inner=inner)
+    worker.bind(metadata)
+    worker.take_results()
+    worker.take_reports()
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        worker.bind(StepMetadata())
+    worker.submit()
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == (not inner)
+    assert all("a step has failed, and vLLM's own cache has its blocks" in each for each in errors)
+    assert stored_and_failed(worker, engine) == stored
     worker.close()
 
 

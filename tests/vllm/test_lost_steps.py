@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,19 @@ from kvprism.vllm.arrivals import Arrivals
 from kvprism.vllm.metadata import ReportMetadata, StepEnd, StepMetadata
 from kvprism.vllm.mooncake import open_store
 from kvprism.vllm.worker_side import Results, WorkerSide
-from test_halves import BLOCK, TOKENS, Engine, configuration, describe, make_worker, run
+from test_halves import (
+    BLOCK,
+    TOKENS,
+    Engine,
+    configuration,
+    describe,
+    finish_purge,
+    make_worker,
+    run,
+    saved_blocks,
+)
 
+ENGINE = harness._ENGINE | {"block_size": 32}
 pytestmark = pytest.mark.xdist_group("lost_steps")
 
 
@@ -44,6 +56,14 @@ def described() -> Any:
 @pytest.fixture
 def engine(mooncake: LocalMooncake, described: Any) -> Iterator[Engine]:
     made = Engine(mooncake, described)
+    yield made
+    made.half.close()
+
+
+@pytest.fixture
+def purging(mooncake: LocalMooncake, described: Any) -> Iterator[Engine]:
+    """An engine whose purges are over soon."""
+    made = Engine(mooncake, described, purge_settle_seconds=0.01)
     yield made
     made.half.close()
 
@@ -133,33 +153,71 @@ def test_the_end_of_a_load_that_was_told_in_a_lost_step_is_told_again(
     assert worker._told == {}
 
 
-def test_a_request_of_a_real_engine_comes_to_its_end() -> None:
-    """It waits for a load whose end was in the output of a step that raised."""
+def run_script(name: str, task: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What an engine's process answers, and its log."""
+    task = {"model": str(conftest.model("llama")), "engine": ENGINE} | task
     with (
-        LocalMooncake(storage_bytes=1 << 30) as store,
         tempfile.TemporaryFile("w+") as order,
         tempfile.TemporaryFile("w+") as log,
         tempfile.TemporaryFile("w+") as answer,
     ):
-        task = {
-            "model": str(conftest.model("llama")),
-            "engine": harness._ENGINE | {"block_size": 32},
-            "connector": harness.kvprism_connector(store.master),
-            "prompts": [*harness.prompts(seed=23)[:1], *harness.prompts(seed=24)[:1]],
-        }
         json.dump(task, order)
         order.seek(0)
-        script = harness.SCRIPT.with_name("lost_step_run.py")
         files = (order.fileno(), log.fileno(), answer.fileno())
-        status = harness.EngineProcess(script, *files, {}).wait(300)
+        status = harness.EngineProcess(harness.SCRIPT.with_name(name), *files, {}).wait(300)
         log.seek(0)
-        assert status == 0, log.read()[-20000:]
+        said = log.read()
+        assert status == 0, said[-20000:]
         answer.seek(0)
-        found = json.load(answer)
+        return json.load(answer), said
+
+
+def test_a_request_of_a_real_engine_comes_to_its_end() -> None:
+    """It waits for a load whose end was in the output of a step that raised."""
+    with LocalMooncake(storage_bytes=1 << 30) as store:
+        task = {
+            "connector": harness.kvprism_connector(store.master, purge_settle_seconds=0.01),
+            "prompts": [*harness.prompts(seed=23)[:1], *harness.prompts(seed=24)[:1]],
+        }
+        found, said = run_script("lost_step_run.py", task)
     assert found["raised"] == 1
     assert found["tokens"] == found["expected"]
     assert found["loaded_tokens"] == 608
     assert found["emptied"]
+    before, lost, reset = found["saved"]
+    assert before == lost < reset
+    assert said.count(LOST) == 1
+
+
+@pytest.mark.soak  # three engines of its own
+def test_what_follows_a_lost_token_is_not_saved_for_the_next_turn(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    with LocalMooncake(storage_bytes=1 << 30) as store:
+        connector = harness.kvprism_connector(store.master)
+        task = {"connector": connector, "prompt": harness.prompts(seed=25)[0]}
+        found, said = run_script("shifted_step_run.py", task)
+        whole, shifted, turn = found["whole"], found["shifted"], found["turn"]
+        pairs = enumerate(zip(whole, shifted, strict=True))
+        at = next(at for at, (one, other) in pairs if one != other)
+        assert shifted[at : at + 20] == whole[at + 1 : at + 21], "one of the tokens is missing"
+        assert found["cached"] >= len(task["prompt"]) + 64, "vLLM's own cache has what follows"
+        assert said.count(LOST) == 1
+        before, after = found["saved"]
+        assert before == after
+        model = conftest.model("llama")
+        with harness.LiveEngine(model, engine=ENGINE, watch=notes) as cold:
+            expected = cold.serve([turn])
+        checked = connector | {
+            "kv_connector": "CheckedConnector",
+            "kv_connector_module_path": "faulty",
+        }
+        with harness.LiveEngine(model, engine=ENGINE, connector=checked, watch=notes) as warm:
+            answer = warm.serve([turn])
+    (rank,) = answer["watch"]
+    assert rank["wrong"] == 0, rank["first"]
+    assert rank["compared"] > 0
+    assert answer["hits"] == len(task["prompt"]) // 32 * 32
+    assert harness.tokens_of(answer) == harness.tokens_of(expected)
 
 
 def test_what_is_told_again_may_be_lost_again(engine: Engine, worker: WorkerSide) -> None:
@@ -171,6 +229,188 @@ def test_what_is_told_again_may_be_lost_again(engine: Engine, worker: WorkerSide
         results, _ = worker.take_results(), worker.take_reports()
         assert results == Results(finished={"b"})
     assert told(engine, worker) == (Counter("b"), Counter())
+
+
+class Failing:
+    """A StoreScheduler in which one call of report() raises."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def report(self, reports: bytes) -> None:
+        if not self.failed:
+            self.failed = True
+            raise MemoryError
+        self._core.report(reports)
+
+
+def test_an_output_that_could_not_be_taken_is_told_again(
+    engine: Engine, worker: WorkerSide
+) -> None:
+    """The exception ends vLLM's call as well, before it counts the ends of loads."""
+    bind(worker, waiting(engine, worker, 69))
+    results, reports = ends(worker)
+    assert results == Results(finished={"b"})
+    engine.half._core = Failing(engine.half._core)
+    with pytest.raises(MemoryError):
+        take(engine, [reports])
+    assert told(engine, worker) == (Counter("b"), Counter())
+    assert not engine.half.pending_work()
+    assert worker._told == {}
+
+
+def output(
+    engine: Engine, worker: WorkerSide, **scheduled: int
+) -> tuple[StepMetadata, list[ReportMetadata | None]]:
+    """A step that computes tokens, and what its worker says in it."""
+    metadata = engine.step(**scheduled)
+    bind(worker, metadata)
+    worker.take_results()
+    reports = worker.take_reports()
+    worker.clear()
+    assert reports is not None, "it is answered"
+    assert [end.step for end in reports.ends] == [metadata.step]
+    return metadata, [reports]
+
+
+def settle(engine: Engine, worker: WorkerSide) -> None:
+    """Steps without tokens until everything has been told."""
+    end = time.monotonic() + 60
+    while engine.half.pending_work() or worker.counters()["jobs_alive"]:
+        assert time.monotonic() < end
+        one_step(engine, [worker])
+
+
+def planned(engine: Engine, worker: WorkerSide, name: str, first: int) -> list[int]:
+    """Blocks that are saved of a new request, which is over afterwards."""
+    tokens = [first, *TOKENS[1:]]
+    request = engine.request(name, tokens)
+    engine.allocate(request, len(tokens))
+    metadata, reports = output(engine, worker, **{name: len(tokens)})
+    take(engine, reports)
+    settle(engine, worker)
+    engine.free(request)
+    return saved_blocks(metadata.plan) if metadata.plan else []
+
+
+def decoding(engine: Engine, worker: WorkerSide, first: int) -> Any:
+    """A request whose prompt is saved."""
+    request = engine.request("a", [first, *TOKENS[1:]])
+    engine.allocate(request, 6 * BLOCK)
+    take(engine, output(engine, worker, a=len(TOKENS))[1])
+    settle(engine, worker)
+    request.num_computed_tokens = len(TOKENS)
+    request.append_output_token_ids(7)
+    return request
+
+
+LOST = (
+    "kvprism: the output of a step is lost, and vLLM may take tokens for others from then on: "
+    "nothing is saved any more before the requests of that time have ended, and "
+    "reset_prefix_cache with reset_connector after that"
+)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.ERROR]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_after_a_step_whose_output_is_lost_nothing_is_saved_before_a_reset(
+    purging: Engine, worker: WorkerSide, caplog: pytest.LogCaptureFixture, in_flight: int
+) -> None:
+    """Its worker was done with it. vLLM, which schedules ahead, has a place for its token, and
+    puts that of the next step there."""
+    request = decoding(purging, worker, 70)
+    _, *flying = [output(purging, worker, a=1)[1] for _ in range(1 + in_flight)]
+    assert purging.half._may_save()
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        for each in flying:
+            take(purging, each)
+    assert errors(caplog) == [LOST]
+    assert planned(purging, worker, "b", 71) == []
+    purging.half.purge()
+    finish_purge(purging, worker)
+    assert planned(purging, worker, "c", 71) == [], "its blocks are in vLLM's own cache"
+    purging.free(request)
+    assert planned(purging, worker, "d", 71) == []
+    purging.half.purge()
+    finish_purge(purging, worker)
+    assert len(planned(purging, worker, "e", 71)) == 4
+    assert errors(caplog) == [LOST]
+
+
+def test_a_request_that_outlives_a_lost_output_and_a_reset_is_not_trusted(
+    purging: Engine, worker: WorkerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reset preempts it, and vLLM still waits for its share of that output."""
+    request = decoding(purging, worker, 72)
+    output(purging, worker, a=1)
+    request.num_computed_tokens = 0
+    purging.pool.free_blocks(reversed(purging.tables.pop("a")))
+    purging.half.purge()
+    finish_purge(purging, worker)
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        assert len(planned(purging, worker, "b", 73)) == 4, "nobody can know of it yet"
+        assert errors(caplog) == [LOST]
+        purging.allocate(request, len(TOKENS))
+        purging.half.purge()
+        finish_purge(purging, worker)
+        assert planned(purging, worker, "c", 73) == []
+        purging.free(request)
+        purging.half.purge()
+        finish_purge(purging, worker)
+        assert len(planned(purging, worker, "d", 73)) == 4
+    assert errors(caplog) == [LOST]
+
+
+def test_what_was_lost_before_a_reset_with_its_requests_matters_to_nobody(
+    purging: Engine, worker: WorkerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = decoding(purging, worker, 74)
+    output(purging, worker, a=1)
+    purging.free(request)
+    purging.half.purge()
+    finish_purge(purging, worker)
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        assert len(planned(purging, worker, "b", 75)) == 4
+        assert len(planned(purging, worker, "c", 76)) == 4
+    assert errors(caplog) == []
+
+
+def test_a_step_without_tokens_may_be_lost(
+    engine: Engine, worker: WorkerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind(worker, engine.step())
+    assert worker.take_reports() is None
+    with caplog.at_level(logging.ERROR, logger="vllm.kvprism"):
+        assert len(planned(engine, worker, "a", 77)) == 4
+        assert len(planned(engine, worker, "b", 78)) == 4
+    assert errors(caplog) == []
+
+
+def test_who_saves_nothing_asks_for_no_answer(engine: Engine, worker: WorkerSide) -> None:
+    engine.half._saves = False
+    engine.allocate(engine.request("a", [79, *TOKENS[1:]]), len(TOKENS))
+    metadata = engine.step(a=len(TOKENS))
+    assert metadata.plan == b""
+    assert not metadata.answer
+    bind(worker, metadata)
+    assert worker.take_reports() is None
+
+
+def test_what_is_remembered_of_steps_in_flight_does_not_grow() -> None:
+    arrivals = Arrivals()
+    for step in range(1, 100):
+        assert arrivals.send(step, (), (), computed=("a",)).answer
+        assert arrivals.take([StepEnd(step - 2)] if step > 2 else []) == {}
+    assert sorted(arrivals._computing) == [98, 99]
+    assert arrivals.take([StepEnd(99)]) == {98: ("a",)}
+    assert not arrivals.send(100, (), ()).answer
 
 
 def test_steps_in_flight_are_not_lost(engine: Engine, worker: WorkerSide) -> None:
@@ -339,10 +579,13 @@ def test_of_several_ranks_none_tells_a_load_again(
 def test_words_of_different_steps_in_one_output_count_as_lost() -> None:
     """Where a rank has failed, an executor may take what it says for another step."""
     arrivals = Arrivals()
-    arrivals.take([StepEnd(5), StepEnd(4)])
-    assert not arrivals.send(6, (), (), awaited=False).settled
-    arrivals.take([StepEnd(6, (5,)), StepEnd(5, (4,))])
-    assert dict(arrivals.send(7, (), (), awaited=False).settled) == {4: False, 5: False}
+    for step in (4, 5):
+        arrivals.send(step, (), (), computed=(f"of {step}",))
+    lost = arrivals.take([StepEnd(5), StepEnd(4)])
+    assert lost == {4: ("of 4",), 5: ("of 5",)}, "vLLM has taken one's tokens for the other's"
+    assert not arrivals.send(6, (), ()).settled
+    assert arrivals.take([StepEnd(6, (5,)), StepEnd(5, (4,))]) == {}
+    assert dict(arrivals.send(7, (), ()).settled) == {4: False, 5: False}
 
 
 def test_what_is_told_again_after_caches_were_registered_anew_has_failed(

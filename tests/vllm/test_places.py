@@ -431,6 +431,21 @@ def test_stages_beside_a_connector_that_knows_of_none(
     both.shutdown()
 
 
+def test_only_the_last_stage_comes_to_the_end_of_each_step(mooncake: LocalMooncake) -> None:
+    """With a drafter inner stages never do: what they have not submitted has not failed."""
+    vllm_config, _, _ = two_stages()
+    vllm_config.parallel_config.tensor_parallel_size = 2
+    _, worker = roles(vllm_config, mooncake.master, "KVPrismConnector")
+    groups = halves.configuration()
+    inner = []
+    for rank in range(4):
+        one = worker(groups, rank)
+        one.register_kv_caches(halves.memory_of(groups))
+        inner.append(one._worker._inner)
+        one.shutdown()
+    assert inner == [True, True, False, False]
+
+
 def test_a_stage_that_was_not_heard_says_so(
     mooncake: LocalMooncake, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

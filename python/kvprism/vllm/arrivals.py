@@ -11,11 +11,14 @@ begun, which it tells as failed. Answers may be lost too: the worker lists until
 So the scheduler remembers whom a step's metadata named until the end of that step or a later one
 has come (`answer` makes all workers tell it): each has then run it or says that it missed it. Of
 the outputs that were taken it remembers those from the oldest step on that a worker still lists.
+
+Each step that computes tokens is answered: vLLM schedules ahead, and would put the tokens of later
+steps in the places of those that a lost output had (`take` tells which were lost).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from .metadata import Missed, StepEnd
@@ -37,6 +40,7 @@ class Arrivals:
         self._settled: dict[int, bool] = {}
         self._sent: dict[int, tuple[tuple[str, ...], tuple[int, ...]]] = {}  # every worker needs it
         self._again: dict[range, Missed] = {}
+        self._computing: dict[int, Collection[str]] = {}  # steps in flight, and their requests
 
     @property
     def pending(self) -> bool:
@@ -45,20 +49,40 @@ class Arrivals:
         return again or not all(self._settled.values())
 
     def send(
-        self, step: int, requests: tuple[str, ...], abandoned: tuple[int, ...], *, awaited: bool
+        self,
+        step: int,
+        requests: tuple[str, ...],
+        abandoned: tuple[int, ...],
+        *,
+        awaited: bool = False,
+        computed: Collection[str] = (),
     ) -> Answers:
-        """A step goes out, in which workers are told of requests that wait for a load."""
+        """A step goes out, in which workers are told of requests that wait for a load.
+
+        Args:
+            step: Its number.
+            requests: Those that wait.
+            abandoned: Jobs that nobody waits for.
+            awaited: Whether its end has to be told in any case.
+            computed: Requests of which it computes tokens that may be saved.
+        """
         if requests or abandoned:
             self._sent[step] = requests, abandoned
+        if computed:
+            self._computing[step] = computed
         settled, again = tuple(self._settled.items()), tuple(self._again.values())
         self._settled.clear()
         self._again.clear()
-        return Answers(awaited or bool(self._sent), settled, again)
+        return Answers(awaited or bool(self._sent or self._computing), settled, again)
 
-    def take(self, ends: Sequence[StepEnd]) -> None:
-        """The output of a step has come, with a word of each worker that had one to say."""
+    def take(self, ends: Sequence[StepEnd]) -> Mapping[int, Collection[str]]:
+        """The output of a step has come, with a word of each worker that had one to say.
+
+        Returns:
+            Earlier steps whose output will not come any more, with the requests that they computed.
+        """
         if not ends:
-            return
+            return {}
         numbers = {end.step for end in ends}
         if len(numbers) == 1:
             self._taken |= numbers
@@ -84,3 +108,8 @@ class Arrivals:
             for step, sent in self._sent.items()
             if step > run or any(step in steps for steps in missed)
         }
+        over = [step for step in self._computing if step <= max(numbers)]
+        lost = {step: self._computing.pop(step) for step in over}
+        if len(numbers) == 1:
+            lost.pop(run, None)
+        return lost

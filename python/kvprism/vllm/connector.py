@@ -169,6 +169,7 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
             kv_caches,
             ranks=self._vllm_config.parallel_config.world_size,
             only=self._worker is None,
+            inner=self._stage() < self._vllm_config.parallel_config.pipeline_parallel_size - 1,
         )
         if before is not None:
             self._worker.inherit(before)
@@ -296,13 +297,17 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
         facts = tuple(described.projection.digest_facts)
         return StageMetadata(held, described.schema.fingerprint, meaning, facts)
 
-    def _compare_stage(self, stages: Sequence[StageMetadata]) -> None:
-        """Says what the scheduler does not know of this stage: it looks for other objects."""
+    def _stage(self) -> int:
+        """This rank's pipeline stage."""
         parallel = self._vllm_config.parallel_config
-        per_stage = parallel.tensor_parallel_size * getattr(
+        per_stage: int = parallel.tensor_parallel_size * getattr(
             parallel, "prefill_context_parallel_size", 1
         )
-        stage = parallel.rank // per_stage
+        return int(parallel.rank) // per_stage
+
+    def _compare_stage(self, stages: Sequence[StageMetadata]) -> None:
+        """Says what the scheduler does not know of this stage: it looks for other objects."""
+        stage = self._stage()
         taken, held = stages[stage], held_groups(self._kv_cache_config)
         if taken.groups != held:
             logger.error(

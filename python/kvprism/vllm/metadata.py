@@ -65,8 +65,9 @@ class StepMetadata(KVConnectorMetadata):
     """Jobs of loads in quarantine: each worker reports them failed."""
     stages: tuple[StageMetadata, ...] = ()
     """Of several pipeline stages, by rank: what each is taken to hold; in the first step."""
-    resets: int = 0
-    """How often a reset has emptied vLLM's own cache: a failed step keeps all back until then."""
+    fresh_since: int = 0
+    """The first step since a reset has emptied vLLM's own cache: one that failed before it keeps
+    nothing back."""
     step: int = 0
     """Its number, rising by one; 0: none, and nothing is told of it."""
     answer: bool = False

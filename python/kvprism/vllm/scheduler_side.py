@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from .._core import GroupId, StoreScheduler
@@ -136,7 +136,7 @@ class SchedulerSide:
         self._cuts_hashes = _cuts_hashes()
         self._names_adapters_alone = hash_generation() == "plain"
         self._cache_misnamed = False
-        self._resets = 0  # that have emptied vLLM's own cache
+        self._fresh_since = 0  # the first step since a reset has emptied vLLM's own cache
         self._stages = stages  # of several: told with the next step
         self._heard = stages
         if not stages:
@@ -263,7 +263,11 @@ class SchedulerSide:
         abandoned = tuple(self._abandoned)
         waiting = (*(request for _, request in loads), *refused)
         answers = self._arrivals.send(
-            self._step, waiting, abandoned, awaited=self._siblings.awaited
+            self._step,
+            waiting,
+            abandoned,
+            awaited=self._siblings.awaited,
+            computed=output.num_scheduled_tokens if self._saves else (),
         )
         metadata = StepMetadata(
             plan.encode() if plan else b"",
@@ -271,7 +275,7 @@ class SchedulerSide:
             refused,
             abandoned,
             self._stages,
-            self._resets,
+            self._fresh_since,
             self._step,
             *answers,
         )
@@ -504,9 +508,7 @@ class SchedulerSide:
         Its blocks then have names of other tokens, in vLLM's own cache as well, so that whatever
         rests on that may be wrong: nothing is saved before the caches are reset.
         """
-        tracked.misnamed = True
-        self._core.restrict(tracked.number, load=False, save=False)
-        self._saving.pop(tracked.request.request_id, None)
+        self._keep_out(tracked)
         if not self._cache_misnamed:
             self._cache_misnamed = True
             logger.error(
@@ -514,6 +516,26 @@ class SchedulerSide:
                 "hashes, and caches its blocks under them: nothing is saved any more before "
                 "reset_prefix_cache with reset_connector; vLLM 0.32 does it right"
             )
+
+    def _keep_out(self, tracked: _Tracked) -> None:
+        tracked.misnamed = True
+        self._core.restrict(tracked.number, load=False, save=False)
+        self._saving.pop(tracked.request.request_id, None)
+
+    def _lose(self, step: int, requests: Collection[str]) -> None:
+        """vLLM never gets a token of that step, and where it schedules ahead, puts those of later
+        steps in its place: blocks then have names of other tokens, in vLLM's own cache as well."""
+        alive = [tracked for name in requests if (tracked := self._requests.get(name)) is not None]
+        for tracked in alive:
+            self._keep_out(tracked)
+        if (step < self._fresh_since and not alive) or self._cache_misnamed:
+            return
+        self._cache_misnamed = True
+        logger.error(
+            "kvprism: the output of a step is lost, and vLLM may take tokens for others from then "
+            "on: nothing is saved any more before the requests of that time have ended, and "
+            "reset_prefix_cache with reset_connector after that"
+        )
 
     def _restrict(self, tracked: _Tracked) -> None:
         """A client may keep its request out: kv_transfer_params {"kvprism": {"save": false}}."""
@@ -537,7 +559,6 @@ class SchedulerSide:
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
             self._stirred = True
-            self._arrivals.take(metadata.ends)
             if self._siblings and metadata.ends:
                 step = min(end.step for end in metadata.ends)
                 self._refuse(*self._siblings.ended(step, output.invalid_block_ids or ()))
@@ -545,6 +566,9 @@ class SchedulerSide:
             self._take_load_ends()
             self._reference()
             self._release()
+            # Last: after an exception vLLM has not counted the ends of loads in this output.
+            for lost, requests in self._arrivals.take(metadata.ends).items():
+                self._lose(lost, requests)
 
     def _take_load_ends(self) -> None:
         for end in self._core.take_load_ends():
@@ -597,7 +621,8 @@ class SchedulerSide:
         # vLLM empties its own cache only if nobody has a block, and such a request fills it again.
         pool = self._pool
         kept = pool is not None and pool.get_num_free_blocks() + 1 != pool.num_gpu_blocks
-        self._resets += not kept
+        if not kept:
+            self._fresh_since = self._step + 1
         misnamed = any(tracked.misnamed for tracked in self._requests.values())
         self._cache_misnamed = self._cache_misnamed and (kept or misnamed)
         waiting = set(self._loading.values())

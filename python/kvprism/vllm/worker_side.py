@@ -64,6 +64,7 @@ class WorkerSide:
         *,
         ranks: int = 1,
         only: bool = False,
+        inner: bool = False,
     ) -> None:
         self._map = segment_map(described.projection, kv_cache_config, kv_caches)
         self._store = open_store(options, moves=True)
@@ -92,7 +93,8 @@ class WorkerSide:
         self._submitted = True
         self._collected = True  # the step's results were asked for, so it has not failed
         self._handled: BaseException | None = None  # when the step began
-        self._spoiled: int | None = None  # resets before a step failed: vLLM's cache is wrong since
+        self._inner = inner  # a pipeline stage before the last
+        self._spoiled = -1  # the last step that failed: vLLM's cache is wrong until it is emptied
         self._reports: list[bytes] = []
         self._results = Results()
         self._step = 0  # the number of the last one
@@ -117,8 +119,9 @@ class WorkerSide:
         return self._closed and self.close() == 0
 
     def bind(self, metadata: StepMetadata) -> None:
-        """Takes a step's metadata; some runners never come to the end of the step before."""
-        self._submit(failed=not self._collected)
+        """Takes a step's metadata. With a drafter, the runner of an inner pipeline stage never
+        comes to the end of the step before; any other one does, unless the step has failed."""
+        self._submit(failed=not (self._inner and self._collected))
         self._bound = metadata
         self._submitted = self._collected = False
         self._handled = sys.exc_info()[1]
@@ -131,7 +134,7 @@ class WorkerSide:
         """vLLM waits for every load until it is told, once: what a failed step has lost is not."""
         if metadata.step > self._step + 1:
             self._missed.append(range(self._step + 1, metadata.step))
-            self._spoil(metadata.resets)
+            self._spoil(metadata.step - 1, metadata.fresh_since)
         self._step, self._answer = metadata.step, metadata.answer
         for step, taken in metadata.settled:
             told = self._told.pop(step, None)
@@ -170,26 +173,25 @@ class WorkerSide:
             return
         self._submitted = True
         if failed:
-            self._spoil(metadata.resets)
+            self._spoil(metadata.step, metadata.fresh_since)
         self._abandon(metadata.abandoned)
         if metadata.plan:
             token = ReadyToken.failed()
             try:
-                if self._spoiled != metadata.resets:
+                if self._spoiled < metadata.fresh_since:
                     token = self._ready.token()
             finally:  # a device's error ends the step, and no load may be without an end
                 self._take_plan(metadata, token)
 
-    def _spoil(self, resets: int) -> None:
+    def _spoil(self, step: int, fresh_since: int) -> None:
         """vLLM has a failed step's blocks in its cache and its tokens as computed all the same,
         until a reset; also those of a step that failed before its metadata came."""
-        if self._spoiled == resets:
-            return
-        self._spoiled = resets
-        logger.error(
-            "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
-            "or loaded any more before reset_prefix_cache with reset_connector"
-        )
+        before, self._spoiled = self._spoiled, max(self._spoiled, step)
+        if before < fresh_since <= step:
+            logger.error(
+                "kvprism: a step has failed, and vLLM's own cache has its blocks: nothing is saved "
+                "or loaded any more before reset_prefix_cache with reset_connector"
+            )
 
     def _take_plan(self, metadata: StepMetadata, token: ReadyToken) -> None:
         taken = self._worker.submit(metadata.plan, token)
