@@ -637,6 +637,42 @@ def test_every_import_of_our_modules_is_asked_for_before() -> None:
     assert found == {module: set(names) for module, names in contract._IMPORTED}
 
 
+# Read with a default for a reason, and not of a class that every version has so.
+NOT_OF_THE_CONTRACT = {
+    *("__abstractmethods__", "__code__", "__dataclass_fields__", "name", "value"),  # Python's
+    *("to_dict", "eagle_aux_hidden_state_layer_ids"),  # of a model's own configuration
+    "_is_amx_tile_supported",  # PyTorch's
+    *("_update_request_as_session", "to_event_extra_keys"),  # functions: what lacks them has no use
+    "prefix_replay_tokens",  # since 0.31
+    "original_max_model_len",  # set by an instance, as it is fitted
+}
+
+
+def test_whatever_is_read_with_a_default_is_in_the_contract() -> None:
+    """vLLM could take it away, and nobody would hear of it."""
+    import ast
+    from pathlib import Path
+
+    from kvprism.vllm import contract
+
+    rows = {name: set(members) for _, name, members in contract._USED}
+    defaults: set[str] = set()
+    # By what variables and fields are called, which says of these what they are.
+    read: dict[str, set[str]] = {"parallel": set(), "parallel_config": set(), "request": set()}
+    for file in Path(contract.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            match node:
+                case ast.Call(ast.Name("getattr"), [_, ast.Constant(str(name)), _]):
+                    defaults.add(name)
+                case ast.Attribute(ast.Name(of) | ast.Attribute(_, of), name) if of in read:
+                    read[of].add(name)
+    assert defaults - NOT_OF_THE_CONTRACT - set().union(*rows.values()) == set()
+    assert NOT_OF_THE_CONTRACT <= defaults, "and no longer than it is"
+    sizes = {"pp"}  # of our own ParallelSizes
+    assert (read["parallel"] | read["parallel_config"]) - sizes <= rows["ParallelConfig"]
+    assert read["request"] <= rows["Request"]
+
+
 def test_every_method_of_the_contract_is_our_own() -> None:
     """Newer versions call what older ones do not know: nothing is left to a default."""
     from kvprism.vllm import KVPrismConnector

@@ -32,7 +32,10 @@ _USED: Uses = (
     (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        ("num_scheduled_tokens", "kv_connector_block_state", "has_sync_kv_loads"),
+        (
+            *("num_scheduled_tokens", "kv_connector_block_state", "has_sync_kv_loads"),
+            "preempted_req_ids",
+        ),
     ),
     (
         "vllm.v1.core.sched.output",
@@ -45,20 +48,77 @@ _USED: Uses = (
         (
             *("request_id", "num_tokens", "num_prompt_tokens", "num_computed_tokens"),
             *("block_hashes", "status", "kv_transfer_params", "all_token_ids", "lora_request"),
-            *("mm_features", "cache_salt", "prompt_embeds"),
+            *("mm_features", "cache_salt", "prompt_embeds", "session_id"),
+            "skip_reading_prefix_cache",
         ),
     ),
     (
         "vllm.v1.kv_cache_interface",
         "KVCacheConfig",
-        ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "prefix_cacheable_group_ids"),
+        (
+            *("num_blocks", "kv_cache_tensors", "kv_cache_groups", "prefix_cacheable_group_ids"),
+            *("kv_cache_layout", "prefix_cache_retention_interval"),
+        ),
     ),
     (
         "vllm.v1.kv_cache_interface",
         "KVCacheTensor",
         ("size", "layers", "layer_stride", "block_stride", "offset"),
     ),
-    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    (
+        "vllm.v1.kv_cache_interface",
+        "KVCacheGroupSpec",
+        (
+            *("layer_names", "kv_cache_spec", "is_eagle_group", "enable_kv_transfer"),
+            *("host_resident", "role"),
+        ),
+    ),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec", ("kv_quant_mode",)),
+    ("vllm.v1.kv_cache_interface", "FullAttentionSpec", ("sliding_window", "non_causal")),
+    (
+        "vllm.v1.kv_cache_interface",
+        "SlidingWindowSpec",
+        ("sliding_window", "extra_retained_tokens"),
+    ),
+    ("vllm.v1.kv_cache_interface", "MLAAttentionSpec", ("cache_dtype_str",)),
+    (
+        "vllm.v1.kv_cache_interface",
+        "MambaSpec",
+        (
+            *("mamba_cache_mode", "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"),
+            "tp_replicated",
+        ),
+    ),
+    ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
+    (
+        "vllm.config.parallel",
+        "ParallelConfig",
+        (
+            *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
+            *("prefill_context_parallel_size", "decode_context_parallel_size"),
+            *("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"),
+            *("_allow_auto_resolve_cp_interleave_size", "enable_fault_tolerance"),
+            *("distributed_executor_backend", "enable_elastic_ep"),
+        ),
+    ),
+    (
+        "vllm.config.speculative",
+        "SpeculativeConfig",
+        ("use_eagle_block_drop", "draft_model_config", "draft_load_config", "method"),
+    ),
+    (
+        "vllm.config.model",
+        "ModelConfig",
+        (
+            *("get_total_num_kv_heads", "enable_sleep_mode", "is_diffusion", "use_mla"),
+            *("hf_config", "quantization", "model_impl", "multimodal_config"),
+            *("generation_config", "override_generation_config"),
+        ),
+    ),
+    ("vllm.config.multimodal", "MultiModalConfig", ("video_pruning_rate",)),
+    ("vllm.config.attention", "AttentionConfig", ("indexer_kv_dtype",)),
+    ("vllm.config.load", "LoadConfig", ("load_format",)),
+    ("vllm.config.vllm", "VllmConfig", ("kv_events_config",)),
     (
         "vllm.v1.outputs",
         "KVConnectorOutput",
