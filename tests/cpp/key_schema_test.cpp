@@ -161,6 +161,11 @@ TEST(KeySchema, EveryFactChangesTheKey) {
       {"state on every rank",
        [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).tp_replicated = true; }},
       {"padding", [](Given& s) { s.config.groups[0].spec.page_size_padded = 10000; }},
+      {"content of a padded page",
+       [](Given& s) {
+         s.config.groups[0].spec.page_size_padded = 10000;
+         std::get<0>(s.config.groups[0].spec.payload).head_size = 32;
+       }},
       {"window", [](Given& s) { s.config.groups[2].spec.sliding_window = 64; }},
       {"state shape",
        [](Given& s) { std::get<1>(s.config.groups[3].spec.payload).shapes = {{32, 4}, {3}}; }},

@@ -337,7 +337,7 @@ TEST(Layouts, KernelBlocksMustDivideADensePage) {
               ElementsAre("tensors[0].kernel_block_size"));
 }
 
-// Padding belongs to a page; a layout that takes pages apart has no place for it.
+// Padding lies behind a page's content; a layout that takes pages apart has no place for it.
 TEST(Layouts, PaddedPagesNeedHeadsInside) {
   GroupConfig padded = attention({"a", "b"}, 2, 4, 6);
   padded.spec.page_size_padded = 64;
@@ -346,7 +346,7 @@ TEST(Layouts, PaddedPagesNeedHeadsInside) {
     const auto map =
         SegmentMap::make(project({padded}, 4, layout),
                          {tensor({"a", "b"}, 4 * 128, rows ? 64 : 256, rows ? 128 : 64)});
-    EXPECT_EQ(map->object_bytes(StoreIndex{0}), 128U) << layout;
+    EXPECT_EQ(map->object_bytes(StoreIndex{0}), 2U * 2 * 4 * 6) << layout;
   }
   EXPECT_THAT(paths_of(project({padded}, 4, "LHBNC"), {tensor({"a", "b"}, 4 * 128, 256, 32)}),
               ElementsAre("tensors[0].layers[0]"));
@@ -354,7 +354,7 @@ TEST(Layouts, PaddedPagesNeedHeadsInside) {
   one_head.spec.page_size_padded = 64;
   EXPECT_EQ(SegmentMap::make(project({one_head}, 4, "BHLNC"), {tensor({"a", "b"}, 512, 64, 128)})
                 ->object_bytes(StoreIndex{0}),
-            128U);
+            2U * 8 * 6);
 }
 
 // The name in the config is part of every key, so strides that mean another one are refused.

@@ -121,11 +121,33 @@ TEST(SegmentMap, APitchShorterThanAPageIsRefused) {
       ElementsAre("tensors[0].block_stride"));
 }
 
-TEST(SegmentMap, PaddingBelongsToThePage) {
+// What pads a page is its former owner's: the rows of a ring, or another tenant's.
+TEST(SegmentMap, PaddingIsNeverMoved) {
+  GroupConfig group = blob("blob", 100, {"a", "b"});
+  group.spec.page_size_padded = 128;
+  const auto map = SegmentMap::make(project({group}), {tensor({"a", "b"}, 2048, 1024, 128)});
+  EXPECT_EQ(map->object_bytes(GroupId{0}), 200U);
+  EXPECT_EQ(map->projection().group(GroupId{0}).object_bytes(), 200U);
+  EXPECT_EQ(map->projection().group(GroupId{0}).page_size_bytes, 128U);
+  EXPECT_THAT(segments(*map, 0, 3),
+              ElementsAre(Segment{at(kBase + 384), 100}, Segment{at(kBase + 1024 + 384), 100}));
+}
+
+TEST(SegmentMap, ObjectsOfTheReferenceHoldWholePages) {
   GroupConfig group = blob("blob", 100, {"a"});
   group.spec.page_size_padded = 128;
-  const auto map = SegmentMap::make(project({group}), {tensor({"a"}, 8 * 128, 0, 128)});
+  CacheConfig config = project({group})->config();
+  config.key_schema = "vllm";
+  const auto map =
+      SegmentMap::make(Projection::make(config, registry()), {tensor({"a"}, 8 * 128, 0, 128)});
   EXPECT_EQ(map->object_bytes(GroupId{0}), 128U);
+  EXPECT_EQ(map->projection().group(GroupId{0}).object_bytes(), 128U);
+  EXPECT_THAT(segments(*map, 0, 3), ElementsAre(Segment{at(kBase + 3 * 128), 128}));
+}
+
+TEST(SegmentMap, BlocksAreAsFarApartAsPages) {
+  GroupConfig group = blob("blob", 100, {"a"});
+  group.spec.page_size_padded = 128;
   EXPECT_THAT(paths_of(error_of(project({group}), {tensor({"a"}, 8 * 128, 0, 127)})),
               ElementsAre("tensors[0].block_stride"));
 }

@@ -5,7 +5,8 @@ Random caches are laid out in real memory, with the views that vLLM gives to a c
 reference's own code turns a block into addresses and lengths, kvprism's SegmentMap does the same,
 and both are read. Where a StoreWorker accepts the layout the bytes must be equal; where it refuses
 they must differ, or the reference must read outside the block or the memory. Whatever is decided,
-an object is the block in the order of the layout's letters. A pipeline stage that holds no layers
+an object is the block in the order of the layout's letters, and one of schema `kvprism` is that
+without the padding of pages. A pipeline stage that holds no layers
 of a group saves with a real worker, and the store is compared.
 
 Usage: objects.py [--cases N] [--seed N]
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+import math
 import random
 import sys
 import time
@@ -271,16 +273,19 @@ def read(cache: Cache, segments: list[tuple[int, int]]) -> bytes | None:
     return out
 
 
-def by_letters(cache: Cache, group: int, block: int) -> bytes:
-    """A block of a group in the order that the letters of the layout's name have without B."""
+def by_letters(cache: Cache, group: int, block: int, *, whole: bool) -> bytes:
+    """A block of a group in the order that the letters of the layout's name have without B.
+
+    Of `whole` pages with their padding.
+    """
     layout = cache.config["kv_layout"]
     row = cache.config["groups"][group]
     pages = []
     for name in row.get("layers", layers_of(row)):
         view = cache.views[name]
         if row["kind"] == "mamba" or "page_size_padded" in row:
-            # Opaque, padding included.
-            pages.append(raw_page(cache, view, block))
+            page = raw_page(cache, view, block)
+            pages.append(page if whole else page[: content_of(row)])
             continue
         # Kernel blocks continue the positions.
         parts = view.unflatten(0, (BLOCKS, -1))[block]
@@ -291,6 +296,13 @@ def by_letters(cache: Cache, group: int, block: int) -> bytes:
         return bytes(torch.cat(pages).tolist())
     axes = ["LHNC".index(letter) for letter in layout.replace("B", "")]
     return bytes(torch.stack(pages).permute(axes).flatten().tolist())
+
+
+def content_of(row: dict[str, Any]) -> int:
+    """Bytes of a page of one byte's elements that are not padding."""
+    if row["kind"] == "mamba":
+        return sum(math.prod(shape) for shape in row["shapes"])
+    return int(row["num_kv_heads"] * row["block_size"] * row["head_size"])
 
 
 def raw_page(cache: Cache, view: torch.Tensor, block: int) -> torch.Tensor:
@@ -358,6 +370,8 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
     layout = cache.config["kv_layout"]
     projection = kvprism.Projection(kvprism.CacheConfig.from_dict(cache.config))
     places = kvprism.SegmentMap(projection, cache.tensors)
+    named_by_us = kvprism.CacheConfig.from_dict(cache.config | {"key_schema": "kvprism"})
+    own = kvprism.SegmentMap(kvprism.Projection(named_by_us), cache.tensors)
     store: dict[tuple[int, int], bytes] = {}
     groups = cache.config["groups"]
     empty = {number for number, group in enumerate(groups) if not layers_of(group)}
@@ -381,9 +395,11 @@ def compare(cache: Cache, counts: collections.Counter[str]) -> str | None:
     verdict = "accepted" if accepted else "refused"
     for number in range(len(groups)):
         for block in range(1, BLOCKS):
-            found = read(cache, places.segments(kvprism.GroupId(number), block))
-            if found != by_letters(cache, number, block):
-                return f"group {number}, block {block} is not in the order of {layout}"
+            for map_, whole in ((places, True), (own, False)):
+                found = read(cache, map_.segments(kvprism.GroupId(number), block))
+                if found != by_letters(cache, number, block, whole=whole):
+                    what = "with padding" if whole else "without padding"
+                    return f"group {number}, block {block} {what} is not in the order of {layout}"
     try:
         wanted = {block: theirs(cache, block, cache.tokens) for block in range(1, BLOCKS)}
     except StartError:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import vllm
 
-FILES = ("test_contract", "test_gallery", "test_layouts", "test_places", "test_meaning")
+FILES = (
+    "test_contract",
+    "test_gallery",
+    "test_layouts",
+    "test_meaning",
+    "test_places",
+    "test_translation",
+)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import harness
 import pytest
 from harness import LiveEngine, tokens_of
 from kvprism.local_mooncake import LocalMooncake
+from test_four_ways import objects_of, pieces_in, ring_pieces
 
 ATTENTION: dict[str, Any] = {"block_size": 32}
 STATES: dict[str, Any] = {"dtype": "bfloat16", "mamba_cache_mode": "align"}
@@ -68,7 +69,8 @@ def right(answer: dict[str, Any], least: int = 0) -> None:
 )
 def test_a_small_cache_aborts_and_resets(name: str, tmp_path: Path) -> None:
     path, (engine, small) = conftest.model(name.removesuffix("_fine")), MODELS[name]
-    notes = tmp_path / "notes"
+    notes, record = tmp_path / "notes", tmp_path / "rings"
+    ring = "ring" in name
     asked = harness.prompts()
     with LiveEngine(path, engine=engine, watch=notes) as cold:
         answer = cold.serve(asked, max_tokens=LENGTH)
@@ -80,7 +82,8 @@ def test_a_small_cache_aborts_and_resets(name: str, tmp_path: Path) -> None:
         LiveEngine(
             path,
             engine=engine | small,
-            connector=connect(mooncake, "CheckedConnector"),
+            connector=connect(mooncake, "CheckedConnector", save_decode_cache=ring),
+            environment={"RING_RECORD": str(record)} if ring else {},
             watch=notes,
         ) as running,
     ):
@@ -97,6 +100,11 @@ def test_a_small_cache_aborts_and_resets(name: str, tmp_path: Path) -> None:
         assert answer["hits"] > 0
         assert answer["counters"]["loads_failed"] == 0
         assert ("fine" in name) == (answer["watch"][0]["tails"] > 0)
+        if ring:
+            running.serve([], settle=True)
+            pieces = ring_pieces(record)
+            assert len(pieces) > 1000
+            assert not pieces_in(objects_of(mooncake), pieces[:: len(pieces) // 500])
 
 
 def test_damage_would_be_seen(tmp_path: Path) -> None:

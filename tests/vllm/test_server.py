@@ -167,17 +167,17 @@ def test_a_restarted_server_continues_from_the_store() -> None:
     assert counted["vllm:kvprism_loads_failed_total"] == 0
 
 
-@pytest.mark.soak
-def test_a_server_is_terminated_while_it_saves() -> None:
+@pytest.mark.parametrize("start", [copied_server, pytest.param(server, marks=pytest.mark.soak)])
+def test_a_server_is_terminated_while_it_saves(start: Any) -> None:
     path = conftest.model("llama")
     asked = harness.prompts(**MANY)
     with LocalMooncake(storage_bytes=1 << 30) as mooncake:
         slow = harness.kvprism_connector(mooncake.master, **SMALL_CALLS)
-        with server(path, slow) as address, ThreadPoolExecutor(len(asked)) as pool:
+        with start(path, slow) as address, ThreadPoolExecutor(len(asked)) as pool:
             cold = list(pool.map(lambda prompt: complete(address, prompt), asked))
             saved = metrics(address).get("vllm:kvprism_saved_objects_total", 0)
         assert saved < sum(len(prompt) // 32 for prompt in asked)
-        with server(path, harness.kvprism_connector(mooncake.master)) as address:
+        with start(path, harness.kvprism_connector(mooncake.master)) as address:
             warm = [complete(address, prompt) for prompt in asked]
             counted = metrics(address)
     assert warm == cold
@@ -210,6 +210,8 @@ def chats() -> list[list[dict[str, str]]]:
 def chat(address: str, messages: list[dict[str, str]], *, give_up: bool = False) -> str:
     body = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
     body |= {"ignore_eos": True, "stream": give_up}
+    if give_up:
+        body["max_tokens"] = 512  # so that it is not over before
     request = urllib.request.Request(
         f"{address}/v1/chat/completions",
         json.dumps(body).encode(),
@@ -222,12 +224,14 @@ def chat(address: str, messages: list[dict[str, str]], *, give_up: bool = False)
 
 
 def all_at_once(address: str) -> list[str]:
-    """The answers to all chats, while others are aborted."""
+    """The answers to all chats, while others of the same beginnings are aborted."""
     asked = chats()
+    given_up = [
+        [begin, end | {"content": " ".join(reversed(end["content"].split()))}]
+        for begin, end in asked[:ABORTED]
+    ]
     with ThreadPoolExecutor(CHATS + ABORTED) as pool:
-        aborted = [
-            pool.submit(chat, address, messages[::-1], give_up=True) for messages in asked[:ABORTED]
-        ]
+        aborted = [pool.submit(chat, address, messages, give_up=True) for messages in given_up]
         answers = [pool.submit(chat, address, messages) for messages in asked]
         for one in aborted:
             one.result()
@@ -250,7 +254,7 @@ def test_two_hundred_chats_at_once(tmp_path: Path) -> None:
             with server(path, connector, *options) as address:
                 before = metrics(address)
                 assert all_at_once(address) == expected
-                assert CHATS <= answered(address) < CHATS + ABORTED
+                assert CHATS <= answered(address) <= CHATS + ABORTED // 4
                 after = metrics(address)
                 found.append({name: after[name] - before.get(name, 0) for name in after})
     cold, warm = found

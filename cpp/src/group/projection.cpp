@@ -126,7 +126,8 @@ ResolvedGroup resolve(const GroupConfig& group, GroupId id, const CacheConfig& c
               std::all_of(plain.specs.begin(), plain.specs.end(),
                           [&](const CacheSpec& spec) { return replicated(spec, registry); }),
           .specs = std::move(plain.specs),
-          .spec_of_layer = std::move(plain.spec_of_layer)};
+          .spec_of_layer = std::move(plain.spec_of_layer),
+          .whole_pages = config.key_schema == "vllm"};
 }
 
 // Which groups lose their last block to the draft model. When the engine drops blocks and no stored
@@ -164,10 +165,14 @@ std::string to_hex(const Digest& digest) {
   return text;
 }
 
+std::uint64_t ResolvedGroup::moved_bytes(std::size_t layer) const {
+  const CacheSpec& layer_spec = this->layer_spec(layer);
+  return whole_pages ? kvprism::page_size_bytes(layer_spec) : unpadded_page_bytes(layer_spec);
+}
+
 std::uint64_t ResolvedGroup::object_bytes() const {
   std::uint64_t bytes = 0;
-  for (std::size_t layer = 0; layer < layers.size(); ++layer)
-    bytes += kvprism::page_size_bytes(layer_spec(layer));
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) bytes += moved_bytes(layer);
   return bytes;
 }
 

@@ -98,6 +98,9 @@ void add_spec_facts(const CacheSpec& spec, std::uint32_t tokens_per_block, const
   add("block_size", std::to_string(spec.block_size));
   add("tokens_per_block", std::to_string(tokens_per_block));
   add("page_size_bytes", std::to_string(page_size_bytes(spec)));
+  // Only where it differs: objects were whole pages once.
+  if (unpadded_page_bytes(spec) != page_size_bytes(spec))
+    add("moved_bytes", std::to_string(unpadded_page_bytes(spec)));
   add_optional("sliding_window", spec.sliding_window);
   add_optional("attention_chunk_size", spec.attention_chunk_size);
   add_optional("rswa_window", spec.rswa_window);

@@ -186,8 +186,11 @@ std::vector<Run> runs_of(const LayerShape& shape) {
   const std::uint64_t kernels = shape.kernel_blocks();
   // Where blocks are outermost, so are kernel blocks: their heads lie inside them.
   const bool inside = shape.layout.head_inside_page || shape.layout.block_outermost;
-  if (kernels == 1 || shape.axes.heads == 1 || !shape.layout.heads_before_positions || !inside)
-    return parts_of(shape);
+  if (kernels == 1 || shape.axes.heads == 1 || !shape.layout.heads_before_positions || !inside) {
+    std::vector<Run> parts = parts_of(shape);
+    if (!shape.splits_heads()) parts.front().length = shape.moved;
+    return parts;
+  }
   const std::uint64_t run = shape.axes.positions / kernels * shape.axes.content_bytes;
   std::vector<Run> runs;
   for (std::uint64_t head = 0; head < shape.axes.heads; ++head) {

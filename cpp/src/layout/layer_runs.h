@@ -25,7 +25,8 @@ struct LayerShape {
   const CacheTensor* tensor;
   std::uint64_t position;  // in the tensor's layers
   PageAxes axes;
-  std::uint64_t page;  // bytes, with padding
+  std::uint64_t page;   // bytes, with padding
+  std::uint64_t moved;  // bytes of it, from its beginning
   std::uint32_t num_blocks;
 
   bool splits_heads() const noexcept { return !layout.head_inside_page && axes.heads > 1; }
@@ -52,9 +53,10 @@ void check_strides(const LayerShape& shape, std::uint64_t layers, std::uint64_t 
 // The pages' parts as the memory has them, for the proof that blocks are disjoint.
 std::vector<Run> parts_of(const LayerShape& shape);
 
-// The layer's bytes of a block in the order that the layout's name demands of its content: heads,
-// then positions, or the other way round. Kernel blocks smaller than a block put positions outside
-// heads; where the name demands heads first, each head is collected from all of them.
+// The layer's bytes of a block that are moved, in the order that the layout's name demands of its
+// content: heads, then positions, or the other way round. Kernel blocks smaller than a block put
+// positions outside heads; where the name demands heads first, each head is collected from all of
+// them.
 std::vector<Run> runs_of(const LayerShape& shape);
 
 }  // namespace kvprism::detail

@@ -145,7 +145,7 @@ class Builder {
       specs.push_back(group.spec_of_layer[l]);
       const CacheSpec& spec = group.layer_spec(l);
       shapes.push_back({layout_, &tensors_[tensor], position, page_axes(spec),
-                        page_size_bytes(spec), projection_.num_blocks()});
+                        page_size_bytes(spec), group.moved_bytes(l), projection_.num_blocks()});
     }
     for (const auto& [tensor, members] : of_tensor) check_tensor(tensor, members, shapes, specs);
     Placement placement;

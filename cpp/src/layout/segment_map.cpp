@@ -20,7 +20,7 @@ struct SegmentMap::Impl {
 namespace {
 
 Digest fingerprint_of(const Projection& projection) {
-  std::vector<DigestFact> facts{{"layout_version", "2"}, {"kv_layout", projection.kv_layout()}};
+  std::vector<DigestFact> facts{{"layout_version", "3"}, {"kv_layout", projection.kv_layout()}};
   for (const TransferIndex index : indices<TransferIndex>(projection.num_transfer_groups())) {
     const ResolvedGroup& group = projection.group(index);
     const std::string path = "groups[" + std::to_string(raw(group.id)) + "].";

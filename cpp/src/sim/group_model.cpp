@@ -71,6 +71,8 @@ std::vector<GroupModel> model_groups(const Projection& projection) {
       const CacheSpec& spec = group.layer_spec(layer);
       model.shapes.push_back(shape_of(group, spec, model.kind, projection.parallel().dcp));
       model.page_bytes.push_back(page_size_bytes(spec));
+      model.moved_bytes.push_back(projection.key_schema() == "vllm" ? page_size_bytes(spec)
+                                                                    : unpadded_page_bytes(spec));
     }
     const bool state = model.kind == GroupModel::Kind::kState;
     // Also of a group that this stage holds no layers of.

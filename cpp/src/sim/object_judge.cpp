@@ -132,7 +132,7 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
   if (!has_place(place)) return "an object of " + what + ", of which its stage holds no layers";
   if (group.layers() == 0) return check_bare(place.stage, bytes);
   std::uint64_t size = 0;
-  for (const std::uint64_t page : group.page_bytes) size += page;
+  for (const std::uint64_t part : group.moved_bytes) size += part;
   if (bytes.size() != size) {
     return "an object of " + what + " has " + number(bytes.size()) + " bytes instead of " +
            number(size);
@@ -144,7 +144,8 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
     if (at >= (tokens.size() - 1) / group.tokens * group.tokens) states.push_back(state);
   }
   ++checked_kinds_[group.name];
-  // What lies behind the last token of the prefix, or pads a page, may be anything.
+  // What lies behind the last token of the prefix, or with schema vllm pads a page, may be
+  // anything.
   expected_.assign(bytes.begin(), bytes.end());
   for (std::uint32_t layer = 0; layer < group.layers(); ++layer) {
     const PageShape shape = group.shape(layer, place.shard * sharing(place.stored), place.pcp);
@@ -166,8 +167,8 @@ std::string ObjectJudge::check(std::string_view key, std::span<const std::byte> 
 std::string ObjectJudge::check_bare(std::uint32_t stage, std::span<const std::byte> bytes) const {
   std::uint64_t size = 0;
   for (std::size_t stored = 0; stored < stored_.size() && size == 0; ++stored) {
-    for (const std::uint64_t page : stages_[stage][raw(stored_[stored]->id)].page_bytes)
-      size += page;
+    for (const std::uint64_t part : stages_[stage][raw(stored_[stored]->id)].moved_bytes)
+      size += part;
   }
   if (bytes.size() != size) {
     return "an object without layers has " + number(bytes.size()) + " bytes instead of the " +
@@ -184,7 +185,7 @@ PageView ObjectJudge::page_in_object(const GroupModel& group, std::uint32_t laye
                                      std::byte* object) const {
   const PageShape& shape = group.shapes[layer];
   std::uint64_t before = 0;
-  for (std::uint32_t l = 0; l < layer; ++l) before += group.page_bytes[l];
+  for (std::uint32_t l = 0; l < layer; ++l) before += group.moved_bytes[l];
   PageView page = dense_view(shape, object + before);
   if (shape_.layout.find('N') < shape_.layout.find('H')) {
     page.head_stride = shape.content;

@@ -171,7 +171,7 @@ def _one_spec(spec: Any) -> Fields:
         raise UnknownSpecError(type(spec).__name__)
     fields = translate(spec)
     if "page_size_bytes" not in fields:
-        # The engine's own page holds: it may carry padding that no formula here knows.
+        # The engine's own page holds; what lies behind the content of one is padding.
         fields["page_size_padded"] = spec.page_size_bytes
     return fields
 
@@ -476,6 +476,21 @@ def _compare(projection: Projection, kv_cache_config: Any, problems: Problems) -
     )
     if ours != theirs:
         problems.add("prefix_cacheable_group_ids", theirs, f"{ours}, as the spec classes say")
+    for gid, (group, row) in enumerate(zip(groups, projection.groups(), strict=True)):
+        layers = _layer_specs(group.kv_cache_spec) or {}
+        specs = [layers.get(name, group.kv_cache_spec) for name in group.layer_names]
+        pages = sum(spec.page_size_bytes for spec in specs)
+        contents = sum(
+            getattr(spec, "real_page_size_bytes", spec.page_size_bytes) for spec in specs
+        )
+        # Padding may be moved, and content must be.
+        if row.object_bytes not in (contents, pages):
+            problems.add(
+                f"kv_cache_groups[{gid}].kv_cache_spec",
+                f"{_name_of_spec(group.kv_cache_spec)} of {contents} bytes in each block",
+                f"the {row.object_bytes} that kvprism makes of its fields",
+                "kvprism.vllm.register_spec() can translate the class otherwise",
+            )
 
 
 def meaning_of(vllm_config: Any, kv_cache_config: Any = None) -> dict[str, Any]:

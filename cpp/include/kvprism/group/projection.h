@@ -43,11 +43,15 @@ struct KVPRISM_API ResolvedGroup {
   bool tp_replicated;                        // every tensor rank holds the same bytes
   std::vector<CacheSpec> specs;              // `spec` alone, or those inside a wrapper
   std::vector<std::uint32_t> spec_of_layer;  // index in `specs`
+  bool whole_pages;  // objects have the padding of pages, as the reference's (key_schema "vllm")
 
   const CacheSpec& layer_spec(std::size_t layer) const noexcept {
     return specs[spec_of_layer[layer]];
   }
-  // Bytes of one block of all layers on this rank.
+  // Bytes of one block of a layer that are moved: padding is not, since it holds what an earlier
+  // owner of the block has left, of a ring perhaps, or of another tenant.
+  std::uint64_t moved_bytes(std::size_t layer) const;
+  // Of all layers on this rank.
   std::uint64_t object_bytes() const;
 };
 

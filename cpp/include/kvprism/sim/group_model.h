@@ -40,9 +40,10 @@ struct GroupModel {
   std::uint32_t prefill_ranks = 1;
   // A hit needs one more object behind it, which is computed anew. Counts for all of a family.
   bool draft = false;
-  std::size_t family = 0;                 // the first stored group of an equal spec
-  std::vector<PageShape> shapes;          // by layer, of rank 0
-  std::vector<std::uint64_t> page_bytes;  // by layer, with padding
+  std::size_t family = 0;                  // the first stored group of an equal spec
+  std::vector<PageShape> shapes;           // by layer, of rank 0
+  std::vector<std::uint64_t> page_bytes;   // by layer, with padding
+  std::vector<std::uint64_t> moved_bytes;  // by layer, as objects have them
 
   std::uint32_t layers() const noexcept { return static_cast<std::uint32_t>(shapes.size()); }
   PageShape shape(std::uint32_t layer, std::uint32_t tensor_rank,
