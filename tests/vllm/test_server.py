@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,17 +109,31 @@ def healthy(address: str) -> bool:
         return False
 
 
-def complete(address: str, prompt: list[int]) -> list[str]:
+def body_of(prompt: list[int], salt: str = "") -> bytes:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "logprobs": 0}
-    body["ignore_eos"] = True
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    body |= {"ignore_eos": True} | ({"cache_salt": salt} if salt else {})
+    return json.dumps(body).encode()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def complete(address: str, prompt: list[int], salt: str = "") -> list[str]:
+    request = urllib.request.Request(f"{address}/v1/completions", body_of(prompt, salt), JSON)
     with open_local(request, timeout=120) as answer:
         content = json.load(answer)
     return list(content["choices"][0]["logprobs"]["tokens"])
+
+
+@contextmanager
+def asking(address: str, prompt: list[int]) -> Iterator[http.client.HTTPConnection]:
+    """A question whose answer nobody may wait for: the connection is closed in the end."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
+    connection.request("POST", "/v1/completions", body_of(prompt), JSON)
+    try:
+        yield connection
+    finally:
+        connection.close()
 
 
 def metrics(address: str, beginning: str = "vllm:kvprism_", label: str = "") -> dict[str, float]:
@@ -169,20 +184,29 @@ def test_a_restarted_server_continues_from_the_store() -> None:
 
 @pytest.mark.parametrize("start", [copied_server, pytest.param(server, marks=pytest.mark.soak)])
 def test_a_server_is_terminated_while_it_saves(start: Any) -> None:
+    """While one prompt is saved and the next computed; the next server goes on from there."""
     path = conftest.model("llama")
     asked = harness.prompts(**MANY)
     with LocalMooncake(storage_bytes=1 << 30) as mooncake:
         slow = harness.kvprism_connector(mooncake.master, **SMALL_CALLS)
-        with start(path, slow) as address, ThreadPoolExecutor(len(asked)) as pool:
-            cold = list(pool.map(lambda prompt: complete(address, prompt), asked))
+        with start(path, slow, "--max-num-seqs", "1") as address, ExitStack() as stack:
+            first, *_ = [stack.enter_context(asking(address, prompt)) for prompt in asked]
+            assert first.getresponse().status == 200
             saved = metrics(address).get("vllm:kvprism_saved_objects_total", 0)
         assert saved < sum(len(prompt) // 32 for prompt in asked)
         with start(path, harness.kvprism_connector(mooncake.master)) as address:
             warm = [complete(address, prompt) for prompt in asked]
             counted = metrics(address)
+            cold = [complete(address, prompt, "another's") for prompt in asked]
+            again = metrics(address)
     assert warm == cold
     assert counted["vllm:kvprism_loads_failed_total"] == 0
-    assert counted["vllm:kvprism_loaded_tokens_total"] >= 32 * saved
+    # A block that ends its prompt is computed.
+    last = sum(len(prompt) % 32 == 0 for prompt in asked)
+    assert counted["vllm:kvprism_loaded_tokens_total"] >= 32 * (saved - last)
+    # Under the other salt nothing was stored.
+    tokens = "vllm:kvprism_loaded_tokens_total"
+    assert again[tokens] == counted[tokens]
 
 
 CHATS, ABORTED = 200, 40
@@ -213,9 +237,7 @@ def chat(address: str, messages: list[dict[str, str]], *, give_up: bool = False)
     if give_up:
         body["max_tokens"] = 512  # so that it is not over before
     request = urllib.request.Request(
-        f"{address}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{address}/v1/chat/completions", json.dumps(body).encode(), JSON
     )
     with open_local(request, timeout=600) as answer:
         if give_up:  # closes the connection, which aborts the request
@@ -259,7 +281,7 @@ def test_two_hundred_chats_at_once(tmp_path: Path) -> None:
                 found.append({name: after[name] - before.get(name, 0) for name in after})
     cold, warm = found
     assert cold["vllm:kvprism_saved_objects_total"] > 0
-    assert warm["vllm:kvprism_loaded_tokens_total"] >= 10 * 320
+    assert warm["vllm:kvprism_loaded_tokens_total"] >= 10 * 320, found
     for run in found:
         assert run["vllm:kvprism_loads_failed_total"] == 0
         assert run["vllm:kvprism_save_chunks_failed_total"] == 0
