@@ -73,7 +73,7 @@ _USED: Uses = (
             *("host_resident", "role"),
         ),
     ),
-    ("vllm.v1.kv_cache_interface", "AttentionSpec", ("kv_quant_mode",)),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec", ("kv_quant_mode", "real_page_size_bytes")),
     ("vllm.v1.kv_cache_interface", "FullAttentionSpec", ("sliding_window", "non_causal")),
     (
         "vllm.v1.kv_cache_interface",
@@ -86,7 +86,7 @@ _USED: Uses = (
         "MambaSpec",
         (
             *("mamba_cache_mode", "num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"),
-            "tp_replicated",
+            *("tp_replicated", "real_page_size_bytes"),
         ),
     ),
     ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
