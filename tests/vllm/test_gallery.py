@@ -76,6 +76,11 @@ def test_projections_sizes_and_bytes(path: Path) -> None:
         layers = getattr(spec, "kv_cache_specs", {})
         pages = [layers.get(name, spec).page_size_bytes for name in group.layers]
         assert group.layer_page_bytes == pages
+        contents = [
+            getattr(each, "real_page_size_bytes", each.page_size_bytes)
+            for each in (layers.get(name, spec) for name in group.layers)
+        ]
+        assert group.object_bytes == sum(contents)
         assert group.replay_tokens == getattr(spec, "prefix_replay_tokens", 0)
         assert group.tokens_per_block == spec.block_size
     engine: Any = SimpleNamespace(
