@@ -143,6 +143,8 @@ TEST(SegmentMap, ObjectsOfTheReferenceHoldWholePages) {
   EXPECT_EQ(map->object_bytes(GroupId{0}), 128U);
   EXPECT_EQ(map->projection().group(GroupId{0}).object_bytes(), 128U);
   EXPECT_THAT(segments(*map, 0, 3), ElementsAre(Segment{at(kBase + 3 * 128), 128}));
+  const auto own = SegmentMap::make(project({group}), {tensor({"a"}, 8 * 128, 0, 128)});
+  EXPECT_NE(own->layout_fingerprint(), map->layout_fingerprint());
 }
 
 TEST(SegmentMap, BlocksAreAsFarApartAsPages) {

@@ -490,6 +490,7 @@ def test_hits_end_where_those_of_vllm_do(
 
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     ours = config(*sizes)
     for group, size in zip(ours.kv_cache_groups, sizes.values(), strict=True):
@@ -500,6 +501,15 @@ def test_hits_end_where_those_of_vllm_do(
     theirs = manager.coordinator._cache_hit_alignment_tokens
     fine = cache_config._ends_inside_blocks(ours.kv_cache_groups, 32, ranks)
     assert theirs == (32 if fine else step)
+    # A worker has wrappers where the scheduler has their first layer.
+    wrapped = config(*sizes)
+    for group, plain in zip(wrapped.kv_cache_groups, ours.kv_cache_groups, strict=True):
+        layers = dict.fromkeys(group.layer_names, plain.kv_cache_spec)
+        spec = UniformTypeKVCacheSpecs(
+            block_size=plain.kv_cache_spec.block_size, kv_cache_specs=layers
+        )
+        object.__setattr__(group, "kv_cache_spec", spec)
+    assert cache_config._ends_inside_blocks(wrapped.kv_cache_groups, 32, ranks) == fine
     resolve = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
     if resolve is not None:
         changed = copy.copy(vllm_config)

@@ -411,6 +411,15 @@ def test_what_is_remembered_of_steps_in_flight_does_not_grow() -> None:
     assert sorted(arrivals._computing) == [98, 99]
     assert arrivals.take([StepEnd(99)]) == {98: ("a",)}
     assert not arrivals.send(100, (), ()).answer
+    for step in range(101, 3000):  # and nobody answers
+        arrivals.send(step, (), (), computed=("a",))
+    assert len(arrivals._computing) == 1024
+
+
+def test_a_step_that_tells_of_its_end_alone_costs_no_statistics(engine: Engine) -> None:
+    engine.half.take_stats()
+    take(engine, [ReportMetadata(b"", (StepEnd(1),))])
+    assert not engine.half._stirred
 
 
 def test_steps_in_flight_are_not_lost(engine: Engine, worker: WorkerSide) -> None:

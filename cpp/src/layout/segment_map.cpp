@@ -30,6 +30,7 @@ Digest fingerprint_of(const Projection& projection) {
       facts.push_back({path + "layer", group.layers[l]});
       facts.push_back({path + "kind", spec.kind});
       facts.push_back({path + "page_size_bytes", std::to_string(page_size_bytes(spec))});
+      facts.push_back({path + "moved_bytes", std::to_string(group.moved_bytes(l))});
       facts.push_back({path + "axes", std::to_string(axes.heads) + " x " +
                                           std::to_string(axes.positions) + " x " +
                                           std::to_string(axes.content_bytes)});

@@ -24,6 +24,9 @@ from typing import NamedTuple
 from .metadata import Missed, StepEnd
 
 
+_IN_FLIGHT = 1024  # steps; more than any engine has
+
+
 class Answers(NamedTuple):
     """What a step's metadata says of earlier ones, and whether its own end is asked for."""
 
@@ -70,6 +73,8 @@ class Arrivals:
             self._sent[step] = requests, abandoned
         if computed:
             self._computing[step] = computed
+            if len(self._computing) > _IN_FLIGHT:  # no worker answers at all
+                del self._computing[next(iter(self._computing))]
         settled, again = tuple(self._settled.items()), tuple(self._again.values())
         self._settled.clear()
         self._again.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -464,12 +465,16 @@ class KVPrismConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Ends this half; may be repeated."""
+        end = time.monotonic() + self._options.shutdown_timeout_seconds
         try:
             if self._worker is not None:
                 self._worker.close()
+        except BaseException:
+            end = min(end, time.monotonic() + 2.0)  # SIGTERM: SIGKILL follows
+            raise
         finally:
             if self._lent is not None:
-                self._lent.close(self._options.shutdown_timeout_seconds)
+                self._lent.close(max(0.5, end - time.monotonic()))
         if self._scheduler is not None:
             self._scheduler.close()
 

@@ -558,14 +558,16 @@ class SchedulerSide:
         """Takes in what workers have told."""
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, ReportMetadata):
-            self._stirred = True
+            heard = bool(metadata.reports or self._siblings)  # most steps tell of their end alone
             if self._siblings and metadata.ends:
                 step = min(end.step for end in metadata.ends)
                 self._refuse(*self._siblings.ended(step, output.invalid_block_ids or ()))
-            self._core.report(metadata.reports)
-            self._take_load_ends()
-            self._reference()
-            self._release()
+            if heard:
+                self._stirred = True
+                self._core.report(metadata.reports)
+                self._take_load_ends()
+                self._reference()
+                self._release()
             # Last: after an exception vLLM has not counted the ends of loads in this output.
             for lost, requests in self._arrivals.take(metadata.ends).items():
                 self._lose(lost, requests)

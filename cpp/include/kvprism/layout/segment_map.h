@@ -82,8 +82,8 @@ class KVPRISM_API SegmentMap : public std::enable_shared_from_this<SegmentMap> {
   const std::vector<Region>& regions() const noexcept;
 
   // Hash of the geometry, exchanged once at start; not part of the projection's digest: layout name
-  // and, per transferable group and layer, its name, page bytes and axes. Addresses, strides,
-  // kernel blocks and pool sizes may differ between peers.
+  // and, per transferable group and layer, its name, page bytes, those that are moved, and axes.
+  // Addresses, strides, kernel blocks and pool sizes may differ between peers.
   Digest layout_fingerprint() const noexcept;
 
  private:
