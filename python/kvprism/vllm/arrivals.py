@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from .metadata import Missed, StepEnd
 
-
 _IN_FLIGHT = 1024  # steps; more than any engine has
 
 
